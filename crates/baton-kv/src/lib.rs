@@ -1,0 +1,10 @@
+//! KV blocks: their keys, the pool and prefix cache of one replica, and the router's index of the fleet.
+//!
+//! An engine serves KV on a hit only after comparing tokens, parent and domain; the 64-bit [`BlockKey`] alone decides nothing but
+//! a belief in the router's index. This crate moves no bytes of KV: it counts and names blocks.
+
+mod events;
+mod keys;
+
+pub use events::{EngineHash, KvEvent, KvEventBatch};
+pub use keys::{BlockKey, KeyDomain, chain_keys};
