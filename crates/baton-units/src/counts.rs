@@ -24,6 +24,8 @@ macro_rules! count {
                 Self(self.0.saturating_sub(other.0))
             }
 
+            // `f64::from` would do for a `u32` but not for a `u64`.
+            #[allow(clippy::cast_lossless)]
             pub fn as_f64(self) -> f64 {
                 self.0 as f64
             }
