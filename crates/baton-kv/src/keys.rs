@@ -35,6 +35,7 @@ impl KeyDomain<'_> {
 
 impl BlockKey {
     /// Key of the block that follows this one and holds `tokens`.
+    #[must_use]
     pub fn child(self, tokens: &[u32]) -> Self {
         let mut bytes = [0u8; 4 * 64];
         if let Some(bytes) = bytes.get_mut(..4 * tokens.len()) {
@@ -88,7 +89,9 @@ mod tests {
     fn a_block_past_the_stack_buffer_hashes_like_a_small_one() {
         let tokens: Vec<u32> = (0..100).collect();
         let mut hasher = Xxh3::with_seed(7);
-        tokens.iter().for_each(|token| hasher.update(&token.to_le_bytes()));
+        for token in &tokens {
+            hasher.update(&token.to_le_bytes());
+        }
         assert_eq!(BlockKey(7).child(&tokens), BlockKey(hasher.digest()));
         let mut hasher = Xxh3::with_seed(7);
         tokens[..16].iter().for_each(|token| hasher.update(&token.to_le_bytes()));

@@ -5,6 +5,8 @@
 
 mod events;
 mod keys;
+mod pool;
 
 pub use events::{EngineHash, KvEvent, KvEventBatch};
 pub use keys::{BlockKey, KeyDomain, chain_keys};
+pub use pool::BlockId;
