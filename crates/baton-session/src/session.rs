@@ -4,7 +4,7 @@ use baton_units::{ReplicaId, Time};
 
 use crate::{
     fault::Fault,
-    register::{Epoch, Gap, Offer, Owner, Register},
+    register::{Epoch, Offer, Owner, Register},
 };
 
 /// Bounds on one request.
@@ -197,23 +197,17 @@ impl Session {
 
     /// Tokens `index..index + count` of a choice arrived under `epoch`: may they pass? A skipped index ends the attempt.
     pub fn offer(&mut self, epoch: Epoch, choice: u32, index: u32, count: u32, now: Time) -> Offer {
-        match self.register.offer(epoch, choice, index, count) {
-            Ok(offer) => {
-                if self.register.is_current(epoch) && count > 0 {
-                    self.phase = match self.phase {
-                        Phase::Blocked { since } => Phase::Blocked { since },
-                        Phase::Placing | Phase::Starting { .. } | Phase::Streaming { .. } | Phase::Ended => {
-                            Phase::Streaming { silent_since: now }
-                        }
-                    };
-                }
-                offer
-            }
-            Err(Gap) => {
-                self.fail(Fault::Garbled);
-                Offer::Drop
-            }
+        let Ok(offer) = self.register.offer(epoch, choice, index, count) else {
+            self.fail(Fault::Garbled);
+            return Offer::Drop;
+        };
+        if self.register.is_current(epoch) && count > 0 {
+            self.phase = match self.phase {
+                Phase::Blocked { since } => Phase::Blocked { since },
+                Phase::Placing | Phase::Starting { .. } | Phase::Streaming { .. } | Phase::Ended => Phase::Streaming { silent_since: now },
+            };
         }
+        offer
     }
 
     pub fn handle(&mut self, input: Input, now: Time) {

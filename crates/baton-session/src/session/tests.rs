@@ -1,6 +1,6 @@
 use super::*;
 
-const LIMITS: Limits = Limits { attempts: 3, stall: Duration::from_secs(30), total: Duration::from_secs(600) };
+const LIMITS: Limits = Limits { attempts: 3, stall: Duration::from_secs(30), total: Duration::from_mins(10) };
 const CONFIG: SessionConfig = SessionConfig { limits: LIMITS, choices: Some(1), restartable: false };
 const WITHIN: Duration = Duration::from_secs(5);
 
