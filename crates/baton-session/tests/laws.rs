@@ -128,14 +128,15 @@ proptest! {
                 Event::Input(Input::Placed { replica, .. }) if shell.failed.contains(&replica) => {}
                 Event::Input(input) => {
                     // What ends an attempt from outside closes it at the shell as well.
-                    match input {
-                        Input::Completed { epoch } | Input::Rejected { epoch } | Input::Failed { epoch, .. } if running == Some(epoch) => {
-                            shell.running = None;
-                        }
-                        Input::ChoiceFinished { epoch, choice } if running == Some(epoch) => {
-                            shell.finished.insert(choice, true);
-                        }
-                        _ => {}
+                    if let Input::Completed { epoch } | Input::Rejected { epoch } | Input::Failed { epoch, .. } = input
+                        && running == Some(epoch)
+                    {
+                        shell.running = None;
+                    }
+                    if let Input::ChoiceFinished { epoch, choice } = input
+                        && running == Some(epoch)
+                    {
+                        shell.finished.insert(choice, true);
                     }
                     session.handle(input, now);
                 }
