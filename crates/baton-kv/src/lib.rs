@@ -4,9 +4,11 @@
 //! a belief in the router's index. This crate moves no bytes of KV: it counts and names blocks.
 
 mod events;
+mod index;
 mod keys;
 mod pool;
 
 pub use events::{EngineHash, KvEvent, KvEventBatch};
+pub use index::{Applied, Change, FleetIndex, KeyHasher};
 pub use keys::{BlockKey, KeyDomain, chain_keys};
 pub use pool::BlockId;
