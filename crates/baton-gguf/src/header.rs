@@ -94,7 +94,7 @@ fn read_version(reader: &mut Reader<'_>) -> Result<u32, GgufError> {
     match version {
         2 | 3 => Ok(version),
         // Version 1 to 65535 of a big-endian file read the wrong way round.
-        _ if version & 0xffff == 0 => Err(GgufError::BigEndian),
+        _ if version.trailing_zeros() >= 16 => Err(GgufError::BigEndian),
         _ => Err(GgufError::Version { version }),
     }
 }

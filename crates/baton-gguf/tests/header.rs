@@ -43,7 +43,9 @@ fn body(out: &mut Vec<u8>, value: &Value) {
         Value::Array(values) => {
             out.extend(values.first().map_or(4, kind).to_le_bytes());
             out.extend((values.len() as u64).to_le_bytes());
-            values.iter().for_each(|value| body(out, value));
+            for value in values {
+                body(out, value);
+            }
         }
     }
 }
@@ -68,7 +70,9 @@ fn file(version: u32, metadata: &[(String, Value)], tensors: &[Tensor]) -> Vec<u
     for tensor in tensors {
         string(&mut out, tensor.name);
         out.extend((tensor.shape.len() as u32).to_le_bytes());
-        tensor.shape.iter().for_each(|size| out.extend(size.to_le_bytes()));
+        for size in &tensor.shape {
+            out.extend(size.to_le_bytes());
+        }
         out.extend(tensor.kind.to_le_bytes());
         out.extend(tensor.offset.to_le_bytes());
     }
