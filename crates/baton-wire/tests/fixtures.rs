@@ -1,13 +1,15 @@
 //! Bytes captured from real servers: every decoder must read them, and our types must write them back unchanged.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests panic like tests")]
+
 use std::{fs, path::PathBuf};
 
 use baton_kv::{EngineHash, KvEvent};
 use baton_wire::{
     kv_events::{self, Message},
     openai::{
-        ChatChunk, ChatCompletion, Completion, CompletionChunk, DetokenizeResponse, ErrorBody, ErrorResponse, ModelList, TokenizeResponse,
+        self, ChatChunk, ChatCompletion, ChatRequest, Completion, CompletionChunk, CompletionRequest, DetokenizeResponse, ErrorBody,
+        ErrorResponse, ModelList, TokenizeResponse,
     },
     sse,
 };
@@ -115,11 +117,11 @@ fn vllm_answers_are_written_back_byte_for_byte() {
             let object = serde_json::from_slice::<Value>(&piece).ok().and_then(|value| Some(value.get("object")?.as_str()?.to_owned()));
             match (object.as_deref(), events.is_empty()) {
                 (Some("chat.completion"), true) => {
-                    seen[0] += usize::from(check_round_trip::<ChatCompletion>(&name, &piece).choices.len() == 1)
+                    seen[0] += usize::from(check_round_trip::<ChatCompletion>(&name, &piece).choices.len() == 1);
                 }
                 (Some("chat.completion.chunk"), false) => seen[1] += usize::from(check_round_trip::<ChatChunk>(&name, &piece).created > 0),
                 (Some("text_completion"), true) => {
-                    seen[2] += usize::from(!check_round_trip::<Completion>(&name, &piece).choices.is_empty())
+                    seen[2] += usize::from(!check_round_trip::<Completion>(&name, &piece).choices.is_empty());
                 }
                 (Some("text_completion"), false) => seen[3] += usize::from(check_round_trip::<CompletionChunk>(&name, &piece).created > 0),
                 _ => {}
@@ -127,6 +129,25 @@ fn vllm_answers_are_written_back_byte_for_byte() {
         }
     }
     assert!(seen.iter().zip([5, 50, 9, 150]).all(|(seen, least)| *seen >= least), "{seen:?}");
+}
+
+#[test]
+fn captured_requests_are_read() {
+    let (mut chats, mut completions) = (0, 0);
+    for name in names("vllm/http", ".req").into_iter().filter(|name| !name.contains("/err-")) {
+        let bytes = fixture(&name);
+        let is_for = |path: &str| bytes.starts_with(format!("POST {path} ").as_bytes());
+        if is_for("/v1/chat/completions") {
+            let request: ChatRequest = openai::parse(&body(&name)).unwrap();
+            assert!(request.rest.keys().all(|key| key == "response_format"), "{name}: {:?}", request.rest);
+            chats += 1;
+        } else if is_for("/v1/completions") {
+            let request: CompletionRequest = openai::parse(&body(&name)).unwrap();
+            assert!(!request.prompt.is_empty() && request.rest.is_empty(), "{name}");
+            completions += 1;
+        }
+    }
+    assert!(chats >= 10 && completions >= 15, "{chats} {completions}");
 }
 
 #[test]
