@@ -1,0 +1,138 @@
+use std::{
+    collections::{BTreeMap, HashMap, VecDeque},
+    time::Duration,
+};
+
+use baton_kv::BlockKey;
+use baton_units::{ReplicaId, Time};
+
+/// Weight of one ended chain in the mean of final sizes.
+const FINAL_GAIN: f64 = 0.05;
+
+/// What names a chain of requests that share a growing prefix: the client's session, or the last block of its latest prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum ChainId {
+    Session(u64),
+    End(BlockKey),
+}
+
+/// Chains that may go on: where each was last, how large it is, and what share of chains did go on.
+#[derive(Debug)]
+pub(crate) struct Chains {
+    known: HashMap<ChainId, Chain>,
+    order: VecDeque<(Time, ChainId)>,
+    /// By replica: chains and expected final blocks.
+    alive: BTreeMap<ReplicaId, Alive>,
+    continued: f64,
+    ended: f64,
+    final_blocks: f64,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Chain {
+    replica: ReplicaId,
+    last_used: Time,
+    blocks: f64,
+    steps: u32,
+    /// What it adds to its replica's sum.
+    booked: f64,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Alive {
+    chains: u32,
+    blocks: f64,
+}
+
+impl Default for Chains {
+    fn default() -> Self {
+        // One chain that went on, out of one: the first sessions of a run are taken to come back.
+        Self { known: HashMap::new(), order: VecDeque::new(), alive: BTreeMap::new(), continued: 1.0, ended: 0.0, final_blocks: 0.0 }
+    }
+}
+
+impl Chains {
+    /// Name of the chain that a prompt belongs to, searched among its first `depth` blocks when there is no session.
+    pub(crate) fn find(&self, session: Option<u64>, keys: &[BlockKey], depth: usize) -> Option<ChainId> {
+        match session {
+            Some(session) => Some(ChainId::Session(session)),
+            None => keys[..depth.min(keys.len())].iter().rev().map(|key| ChainId::End(*key)).find(|id| self.known.contains_key(id)),
+        }
+    }
+
+    /// Where the chain was last.
+    pub(crate) fn home(&self, id: ChainId) -> Option<ReplicaId> {
+        self.known.get(&id).map(|chain| chain.replica)
+    }
+
+    /// A request of chain `id` (none: a new chain) was sent to `replica`.
+    pub(crate) fn extend(&mut self, id: Option<ChainId>, session: Option<u64>, keys: &[BlockKey], replica: ReplicaId, now: Time) {
+        let before = id.and_then(|id| self.take(id));
+        if before.is_some() {
+            self.continued += 1.0;
+        }
+        let Some(last) = keys.last() else { return };
+        let steps = before.map_or(0, |chain| chain.steps) + 1;
+        let id = session.map_or(ChainId::End(*last), ChainId::Session);
+        self.put(id, Chain { replica, last_used: now, blocks: keys.len() as f64, steps, booked: 0.0 });
+    }
+
+    /// A response ended: the chain's next prompt will go on from `all`.
+    pub(crate) fn end(&mut self, session: Option<u64>, prompt: &[BlockKey], all: &[BlockKey], now: Time) {
+        let (Some(old), Some(new)) = (prompt.last(), all.last()) else { return };
+        let name = |key: &BlockKey| session.map_or(ChainId::End(*key), ChainId::Session);
+        if let Some(chain) = self.take(name(old)) {
+            self.put(name(new), Chain { last_used: now, blocks: all.len() as f64, ..chain });
+        }
+    }
+
+    /// Lets chains go that were idle for longer than `age`: they will not go on.
+    pub(crate) fn expire(&mut self, age: Duration, now: Time) {
+        while let Some(&(used, id)) = self.order.front() {
+            if now.since(used) <= age {
+                return;
+            }
+            self.order.pop_front();
+            if self.known.get(&id).is_some_and(|chain| chain.last_used == used)
+                && let Some(chain) = self.take(id)
+            {
+                self.ended += 1.0;
+                if chain.steps > 1 {
+                    let gain = if self.final_blocks == 0.0 { 1.0 } else { FINAL_GAIN };
+                    self.final_blocks += gain * (chain.blocks - self.final_blocks);
+                }
+            }
+        }
+    }
+
+    /// Blocks that the live chains of a replica are expected to want.
+    pub(crate) fn blocks_wanted(&self, replica: ReplicaId) -> f64 {
+        let goes_on = self.continued / (self.continued + self.ended);
+        goes_on * self.alive.get(&replica).map_or(0.0, |alive| alive.blocks)
+    }
+
+    /// Chains that were on the replica last and are alive.
+    pub(crate) fn alive_on(&self, replica: ReplicaId) -> u32 {
+        self.alive.get(&replica).map_or(0, |alive| alive.chains)
+    }
+
+    fn put(&mut self, id: ChainId, mut chain: Chain) {
+        self.take(id);
+        // A start is small, but what it will grow to is what the replica must hold.
+        chain.booked = chain.blocks.max(self.final_blocks);
+        let alive = self.alive.entry(chain.replica).or_default();
+        alive.chains += 1;
+        alive.blocks += chain.booked;
+        self.order.push_back((chain.last_used, id));
+        self.known.insert(id, chain);
+    }
+
+    fn take(&mut self, id: ChainId) -> Option<Chain> {
+        let chain = self.known.remove(&id)?;
+        if let Some(alive) = self.alive.get_mut(&chain.replica) {
+            alive.chains -= 1;
+            alive.blocks = if alive.chains == 0 { 0.0 } else { alive.blocks - chain.booked };
+        }
+        Some(chain)
+    }
+}

@@ -1,0 +1,66 @@
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::PolicyName;
+
+/// What a [`crate::Router`] is told once.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RouterConfig {
+    pub policy: PolicyName,
+    /// Model name in the key domain of requests; block keys made from engine events use it.
+    pub model: String,
+    /// Requests held when no replica can take them at once; one more is refused.
+    pub held_max: usize,
+    /// Longest stay in the router. After it a request goes to the best replica whatever its queue, or is refused if there is none.
+    pub held_for: Duration,
+    /// Late binding (`price` only): a request whose wait at its best replica would exceed this stays in the router until one frees.
+    /// Lower keeps more choice for later and makes the router's queue matter more; `None` always binds at arrival.
+    pub bind_within: Option<Duration>,
+    /// How long a prefix sent to a replica is believed to be there without a word of its engine.
+    pub belief_lifetime: Duration,
+    /// Whether `price` may ask for a shared prefix to be computed on another replica as well.
+    pub copies: bool,
+    /// Decisions kept for inspection, newest first to last.
+    pub decisions_kept: usize,
+    pub weights: PriceWeights,
+}
+
+impl Default for RouterConfig {
+    fn default() -> Self {
+        Self {
+            policy: PolicyName::Price,
+            model: String::new(),
+            held_max: 4096,
+            held_for: Duration::from_secs(30),
+            bind_within: Some(Duration::from_secs(4)),
+            // Dynamo's default for engines without events.
+            belief_lifetime: Duration::from_mins(2),
+            copies: true,
+            decisions_kept: 4096,
+            weights: PriceWeights::default(),
+        }
+    }
+}
+
+/// Weights of what `price` charges for others, beside the request's own wait and prefill. Zero switches a term off.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct PriceWeights {
+    /// Delay imposed on requests yet to come.
+    pub delay: f64,
+    /// Recomputation of what must be evicted.
+    pub eviction: f64,
+    /// Memory that live sessions of the replica will want.
+    pub memory: f64,
+    /// Server time wasted by waiting beside an idle replica or by computing a prefix again.
+    pub waste: f64,
+    /// A millisecond by which a running request's tokens are delayed, against one of a first token.
+    pub decode: f64,
+}
+
+impl Default for PriceWeights {
+    fn default() -> Self {
+        Self { delay: 1.0, eviction: 1.0, memory: 1.0, waste: 1.0, decode: 0.1 }
+    }
+}

@@ -1,0 +1,126 @@
+use std::time::Duration;
+
+use baton_cost::StepLoad;
+use baton_units::{Blocks, DurationMs, RequestId, Time, Tokens};
+
+use crate::{Discipline, LoadReport, ReplicaSpec, ReplicaState, delay::Backlog, ledger::Ledger, mirror::Mirror};
+
+/// Weight of the latest response in the mean.
+const RESPONSE_GAIN: f64 = 0.1;
+/// A report older than this says nothing of free blocks.
+const REPORT_TRUSTED: Duration = Duration::from_secs(5);
+
+/// One replica as the router books it.
+#[derive(Debug)]
+pub(crate) struct Replica {
+    pub(crate) spec: ReplicaSpec,
+    pub(crate) state: ReplicaState,
+    pub(crate) ledger: Ledger,
+    pub(crate) mirror: Mirror,
+    pub(crate) report: Option<LoadReport>,
+    pub(crate) in_flight: u32,
+    /// Requests past their first token, and tokens of context that they read a step.
+    pub(crate) decoding: u32,
+    pub(crate) context: u64,
+    /// Blocks that requests in flight own besides the full blocks of their prompts.
+    pub(crate) private_blocks: u32,
+    pub(crate) response_ms: f64,
+}
+
+impl Replica {
+    pub(crate) fn new(spec: ReplicaSpec) -> Self {
+        Self {
+            spec,
+            state: ReplicaState::Ready,
+            ledger: Ledger::default(),
+            mirror: Mirror::default(),
+            report: None,
+            in_flight: 0,
+            decoding: 0,
+            context: 0,
+            private_blocks: 0,
+            response_ms: 0.0,
+        }
+    }
+
+    pub(crate) fn advance(&mut self, now: Time) {
+        let chunk = self.long_chunk_ms();
+        self.ledger.advance(chunk, now);
+    }
+
+    /// Tokens of a prompt that a hit of `blocks` saves; the last token is always computed, since its logits are needed.
+    pub(crate) fn hit_tokens(&self, blocks: u32, prompt: Tokens) -> Tokens {
+        let size = self.spec.block_size;
+        let most = Tokens(prompt.0.saturating_sub(1)).full_blocks(size);
+        Blocks(blocks).min(most).to_tokens(size)
+    }
+
+    /// Prefill of a prompt after a hit, as this replica's engine runs it.
+    pub(crate) fn prefill_ms(&self, prompt: Tokens, hit: Tokens) -> f64 {
+        let (new, step) = (prompt.saturating_sub(hit), &self.spec.step);
+        match self.spec.discipline {
+            Discipline::Serial => step.prefill_ms(new, hit),
+            Discipline::Chunked { budget } => step.prefill_chunked_ms(new, hit, budget),
+            Discipline::Interleaved { budget, long_chunk } => {
+                step.prefill_chunked_ms(new, hit, if new > long_chunk { long_chunk } else { budget })
+            }
+        }
+    }
+
+    /// Work to compute the block at `depth` of a chain again.
+    pub(crate) fn block_ms(&self, depth: u32) -> f64 {
+        let size = self.spec.block_size;
+        self.spec.step.prefill_ms(Blocks(1).to_tokens(size), Blocks(depth).to_tokens(size))
+    }
+
+    pub(crate) fn backlog(&self) -> Backlog {
+        let ms = self.ledger.backlog_ms();
+        match self.long_chunk_ms() {
+            None => Backlog::in_order(ms),
+            Some(chunk) => {
+                Backlog { ms, short_ms: self.ledger.short_wait_ms(chunk), long_chunk_ms: chunk, has_long: self.ledger.has_long(chunk) }
+            }
+        }
+    }
+
+    /// A long prompt's chunk of a step, at half the longest context.
+    fn long_chunk_ms(&self) -> Option<f64> {
+        match self.spec.discipline {
+            Discipline::Serial | Discipline::Chunked { .. } => None,
+            Discipline::Interleaved { long_chunk, .. } => {
+                let context = Tokens(self.spec.max_model_len.0 / 2);
+                Some(self.spec.step.step_s(&StepLoad::prefill(long_chunk, context)) * 1e3)
+            }
+        }
+    }
+
+    /// One decode step of the requests that run, with `more` sequences of `context` tokens altogether.
+    pub(crate) fn decode_step_ms(&self, more: u32, context: u64) -> f64 {
+        let rows = self.decoding + more;
+        if rows == 0 {
+            return 0.0;
+        }
+        self.spec.step.step_s(&StepLoad::decode(f64::from(rows), (self.context + context) as f64)) * 1e3
+    }
+
+    /// Blocks that a new request could take, by the ledger and the latest report.
+    pub(crate) fn blocks_free(&self, now: Time) -> Blocks {
+        let pinned = self.mirror.pinned() as u32 + self.private_blocks;
+        let booked = self.spec.kv_blocks.saturating_sub(Blocks(pinned));
+        match self.report {
+            Some(report) if now.since(report.taken_at) <= REPORT_TRUSTED => booked.min(report.kv_blocks_free),
+            _ => booked,
+        }
+    }
+
+    pub(crate) fn responded(&mut self, took: Duration) {
+        let gain = if self.response_ms == 0.0 { 1.0 } else { RESPONSE_GAIN };
+        self.response_ms += gain * (took.as_ms() - self.response_ms);
+    }
+
+    pub(crate) fn first_token(&mut self, request: RequestId, context: Tokens) {
+        self.ledger.remove(request);
+        self.decoding += 1;
+        self.context += u64::from(context.0);
+    }
+}

@@ -1,0 +1,232 @@
+use baton_units::{Blocks, DurationMs, ReplicaId, Time, Tokens};
+
+use crate::{
+    Arrival, Discipline, Terms,
+    chains::ChainId,
+    delay::{Backlog, delay_of_others},
+    fleet::Replica,
+    policy::Candidate,
+    router::Router,
+};
+
+/// Victims looked at one by one; more are priced like these.
+const VICTIMS_MAX: usize = 256;
+/// Chance that a hit is real on a replica whose events have a gap.
+const DOUBTFUL_HIT: f64 = 0.5;
+
+/// What one decision computes once for all candidates; kept between decisions for its memory.
+#[derive(Debug, Default)]
+pub(crate) struct Scratch {
+    pub(crate) depths: Vec<u32>,
+    backlogs: Vec<Backlog>,
+    work_ms: Vec<f64>,
+    delays: Vec<f64>,
+    costs: Vec<f64>,
+}
+
+/// The candidates of one decision with their quotes.
+#[derive(Debug)]
+pub(crate) struct Quoted {
+    pub(crate) candidates: Vec<Candidate>,
+    pub(crate) chain: Option<ChainId>,
+}
+
+impl Router {
+    /// Quotes the request on each of `ids`, which are in order.
+    pub(crate) fn quote(&mut self, arrival: &Arrival, ids: &[ReplicaId], prices_others: bool, now: Time) -> Quoted {
+        self.index.expire(now);
+        self.index.matches_into(&arrival.keys, &mut self.scratch.depths);
+        for replica in self.replicas.values_mut() {
+            replica.advance(now);
+        }
+        let deepest = self.scratch.depths.iter().copied().max().unwrap_or(0) as usize;
+        let chain = self.chains.find(arrival.session, &arrival.keys, deepest);
+        self.chains.expire(self.reuse.live_age(), now);
+        self.scratch.backlogs.clear();
+        self.scratch.work_ms.clear();
+        let mut candidates: Vec<Candidate> = ids.iter().map(|id| self.own_terms(arrival, *id, now)).collect();
+        if prices_others {
+            self.price_others(arrival, &mut candidates, now);
+        }
+        Quoted { candidates, chain }
+    }
+
+    /// Wait and prefill of the request itself.
+    fn own_terms(&mut self, arrival: &Arrival, id: ReplicaId, now: Time) -> Candidate {
+        let replica = &self.replicas[&id];
+        let hit = replica.hit_tokens(self.depth(id), arrival.prompt);
+        let prefill = self.expected_prefill_ms(replica, arrival.prompt, hit);
+        let backlog = replica.backlog();
+        let wait = backlog.wait_ms(prefill).max(self.memory_wait_ms(replica, arrival, now));
+        let candidate = Candidate {
+            replica: id,
+            in_flight: replica.in_flight,
+            queued: replica.ledger.prefilling() as u32,
+            hit,
+            blocks_free: replica.blocks_free(now),
+            blocks_total: replica.spec.kv_blocks,
+            blocks_needed: arrival.prompt.to_blocks(replica.spec.block_size),
+            response_ms: replica.response_ms,
+            sessions: self.chains.alive_on(id),
+            terms: Terms { wait, prefill, ..Terms::default() },
+        };
+        self.scratch.backlogs.push(backlog);
+        self.scratch.work_ms.push(prefill);
+        candidate
+    }
+
+    /// What the placement costs those who are there or come later (algorithm q: each price in ms, weight one).
+    fn price_others(&mut self, arrival: &Arrival, candidates: &mut [Candidate], now: Time) {
+        let weights = self.config.weights;
+        let shadow = weights.waste * self.demand.shadow_price();
+        self.reuse.refresh();
+        self.gather_recent(candidates);
+        self.price_delay(candidates.len());
+        let least = |term: fn(&Terms) -> f64| candidates.iter().map(|candidate| term(&candidate.terms)).fold(f64::INFINITY, f64::min);
+        let (least_wait, least_prefill) = (least(|terms| terms.wait), least(|terms| terms.prefill));
+        for (place, candidate) in candidates.iter_mut().enumerate() {
+            let new = arrival.keys.len().saturating_sub(self.depth(candidate.replica) as usize);
+            let replica = &self.replicas[&candidate.replica];
+            let terms = &mut candidate.terms;
+            terms.delay = weights.delay * self.scratch.delays[place];
+            terms.memory = weights.memory * terms.prefill * self.memory_share(replica);
+            terms.waste = shadow * (terms.wait - least_wait + terms.prefill - least_prefill);
+            terms.eviction = weights.eviction * (1.0 + shadow) * self.eviction_ms(replica, new, now);
+            terms.decode = weights.decode * self.decode_delay_ms(replica, arrival, terms.prefill);
+        }
+    }
+
+    /// Depth of the prefix of the request being quoted, in blocks.
+    pub(crate) fn depth(&self, id: ReplicaId) -> u32 {
+        self.scratch.depths.get(id.index()).copied().unwrap_or(0)
+    }
+
+    fn expected_prefill_ms(&self, replica: &Replica, prompt: Tokens, hit: Tokens) -> f64 {
+        let with_hit = replica.prefill_ms(prompt, hit);
+        if hit.0 > 0 && self.index.doubtful(replica.spec.id) {
+            return DOUBTFUL_HIT * with_hit + (1.0 - DOUBTFUL_HIT) * replica.prefill_ms(prompt, Tokens::ZERO);
+        }
+        with_hit
+    }
+
+    /// Share of the replica's memory that its live sessions will want.
+    pub(crate) fn memory_share(&self, replica: &Replica) -> f64 {
+        (self.chains.blocks_wanted(replica.spec.id) / replica.spec.kv_blocks.as_f64().max(1.0)).min(1.0)
+    }
+
+    /// Expected work to compute again what `new` more blocks push out, where no other replica has it.
+    pub(crate) fn eviction_ms(&self, replica: &Replica, new: usize, now: Time) -> f64 {
+        let free = (replica.spec.kv_blocks.0 as usize).saturating_sub(replica.mirror.len());
+        let victims = new.saturating_sub(free);
+        let looked_at = victims.min(VICTIMS_MAX);
+        let lost: f64 = replica
+            .mirror
+            .victims()
+            .take(looked_at)
+            .filter(|node| !self.index.held_elsewhere(node.key, replica.spec.id))
+            .map(|node| self.reuse.probability(node.reused, now.since(node.last_used)) * replica.block_ms(node.depth))
+            .sum();
+        if looked_at == 0 { 0.0 } else { lost * victims as f64 / looked_at as f64 }
+    }
+
+    /// By how much the tokens of all who decode there come later: its prefill steps push theirs back, its own decoding slows each
+    /// step; and its own are slower than alone. The number of its tokens is the mean of what ended before.
+    fn decode_delay_ms(&self, replica: &Replica, arrival: &Arrival, prefill_ms: f64) -> f64 {
+        match replica.spec.discipline {
+            Discipline::Serial => 0.0,
+            Discipline::Chunked { .. } | Discipline::Interleaved { .. } => {
+                let residents = f64::from(replica.decoding);
+                if replica.decoding == 0 {
+                    return 0.0;
+                }
+                let context = u64::from(arrival.prompt.0);
+                let output = self.mean_output.min(arrival.max_output.map_or(f64::INFINITY, Tokens::as_f64));
+                let joined = replica.decode_step_ms(1, context);
+                let slower = joined - replica.decode_step_ms(0, 0);
+                residents * (prefill_ms + slower * output)
+            }
+        }
+    }
+
+    /// Until enough blocks free for the prompt and its expected output; zero when they fit.
+    fn memory_wait_ms(&self, replica: &Replica, arrival: &Arrival, now: Time) -> f64 {
+        let output = arrival.max_output.map_or(self.mean_output, |most| most.as_f64().min(self.mean_output.max(1.0)));
+        let needed = Tokens(arrival.prompt.0 + output.ceil() as u32).to_blocks(replica.spec.block_size);
+        let free = replica.blocks_free(now);
+        let slots = replica.spec.max_running > replica.in_flight;
+        if slots && needed <= free {
+            return 0.0;
+        }
+        let shared = arrival.keys.iter().filter(|key| replica.mirror.is_pinned(**key)).count() as u32;
+        let mut missing = needed.saturating_sub(free).saturating_sub(Blocks(shared));
+        if slots && missing == Blocks::ZERO {
+            return 0.0;
+        }
+        let step_ms = replica.decode_step_ms(0, 0);
+        let mut leaving: Vec<(f64, Blocks)> = self
+            .flights
+            .values()
+            .filter(|flight| flight.replica == replica.spec.id && flight.incarnation == replica.spec.incarnation)
+            .map(|flight| {
+                let left = (self.mean_output - f64::from(flight.output)).max(1.0);
+                let start = if flight.started { 0.0 } else { replica.ledger.backlog_ms() };
+                (start + left * step_ms, Blocks(flight.keys.len() as u32 + flight.private_blocks))
+            })
+            .collect();
+        leaving.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let mut last = 0.0;
+        for (after_ms, blocks) in leaving {
+            last = after_ms;
+            missing = missing.saturating_sub(blocks);
+            if missing == Blocks::ZERO {
+                break;
+            }
+        }
+        last
+    }
+
+    /// Costs of the window's requests on the candidates, one row a request; rows are computed again where the index changed.
+    fn gather_recent(&mut self, candidates: &[Candidate]) {
+        let places = self.replicas.keys().next_back().map_or(0, |id| id.index() + 1);
+        self.scratch.costs.clear();
+        for recent in &mut self.demand.recent {
+            let current = recent.version == self.costs_version && self.index.still_matches(&recent.keys, &recent.depths);
+            if !current {
+                self.index.matches_into(&recent.keys, &mut recent.depths);
+                recent.version = self.costs_version;
+                recent.costs.clear();
+                recent.costs.resize(places, 0.0);
+                for (id, replica) in &self.replicas {
+                    let depth = recent.depths.get(id.index()).copied().unwrap_or(0);
+                    recent.costs[id.index()] = replica.prefill_ms(recent.prompt, replica.hit_tokens(depth, recent.prompt));
+                }
+            }
+            self.scratch.costs.extend(candidates.iter().map(|candidate| recent.costs[candidate.replica.index()]));
+        }
+    }
+
+    fn price_delay(&mut self, candidates: usize) {
+        let Scratch { backlogs, work_ms, delays, costs, .. } = &mut self.scratch;
+        delay_of_others(backlogs, work_ms, costs.chunks_exact(candidates), self.demand.rate(), delays);
+    }
+
+    /// What a copy of `work_ms` on the candidate at `place` costs those who come later; after [`Self::quote`].
+    pub(crate) fn delay_of_copy_ms(&mut self, place: usize, work_ms: f64) -> f64 {
+        let candidates = self.scratch.work_ms.len();
+        self.scratch.work_ms.fill(0.0);
+        self.scratch.work_ms[place] = work_ms;
+        self.price_delay(candidates);
+        self.scratch.delays[place]
+    }
+
+    /// Longest wait, in ms, of what was sent and not begun, for a hint when to retry.
+    pub(crate) fn least_backlog_ms(&self, now: Time) -> f64 {
+        self.replicas.values().map(|replica| backlog_at_ms(replica, now)).fold(f64::INFINITY, f64::min)
+    }
+}
+
+/// Backlog dead-reckoned to `now` without booking it.
+pub(crate) fn backlog_at_ms(replica: &Replica, now: Time) -> f64 {
+    let elapsed = now.since(replica.ledger.at()).as_ms();
+    (replica.ledger.backlog_ms() - elapsed).max(0.0)
+}

@@ -1,0 +1,72 @@
+use std::{sync::Arc, time::Duration};
+
+use baton_kv::BlockKey;
+use baton_units::{Blocks, Priority, ReplicaId, RequestId, Tokens};
+
+/// A request that wants a replica.
+#[derive(Debug, Clone)]
+pub struct Arrival {
+    pub request: RequestId,
+    /// Keys of the prompt's full blocks, in order, in the domain of its model, adapter and salt.
+    pub keys: Arc<[BlockKey]>,
+    pub prompt: Tokens,
+    /// The client's own bound; the router reads no other output length.
+    pub max_output: Option<Tokens>,
+    /// Hash of the session's id, where the client sends one.
+    pub session: Option<u64>,
+    /// Hash of the program's id, kept on the decision's record.
+    pub program: Option<u64>,
+    pub priority: Priority,
+    /// Replicas that must not be chosen, as after a failed try there.
+    pub excluded: Vec<ReplicaId>,
+}
+
+/// What to do with a request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Verdict {
+    Run(Placed),
+    /// It stays in the router; `released` will tell.
+    Hold,
+    Refuse(Refusal),
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Placed {
+    pub replica: ReplicaId,
+    pub copy: Option<PrefixCopy>,
+}
+
+/// The first `blocks` blocks of the request's prompt are worth having on `to` as well.
+///
+/// Send them there as a request of one output token that no user waits for, and report its life under `request` like any other
+/// (`first_token`, `finished`), whatever becomes of it. Whoever cannot do so calls `finished` with [`Outcome::Cancelled`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PrefixCopy {
+    /// Minted by the router, from the upper half of the ids.
+    pub request: RequestId,
+    pub to: ReplicaId,
+    pub blocks: usize,
+}
+
+/// Why a request gets no replica.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    #[error("the prompt has {prompt}, the longest context of the fleet takes {limit}; shorten the prompt")]
+    TooLong { prompt: Tokens, limit: Tokens },
+    /// Prompt and asked output together exceed every replica's KV memory.
+    #[error("the request needs {needed} of KV, the largest replica holds {limit}, which is {fits} with prompt and output; ask for less")]
+    NeverFits { needed: Blocks, limit: Blocks, fits: Tokens },
+    #[error("no replica is ready to take the request; retry when one is")]
+    NoReplica,
+    #[error("the fleet cannot start this request soon enough; retry after {retry_after:?}")]
+    Overloaded { retry_after: Duration },
+}
+
+/// How a request ended on its replica.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    Finished,
+    /// The client left, or the request was moved.
+    Cancelled,
+    Failed,
+}

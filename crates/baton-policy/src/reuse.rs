@@ -1,0 +1,80 @@
+use std::time::Duration;
+
+use baton_units::DurationMs;
+
+/// Idle ages from 1 ms to about three days, in octaves.
+const OCTAVES: usize = 28;
+/// Observations after which the past counts half.
+const HALVE_AT: f64 = 1_048_576.0;
+/// Share of reuses within the age up to which an idle session counts as alive.
+const LIVE_SHARE: f64 = 0.95;
+
+/// How likely an idle block is wanted again: the Kaplan-Meier estimate over idle ages, apart for blocks that were reused before and
+/// for those that never were.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Reuse {
+    kinds: [Ages; 2],
+    table: [[f64; OCTAVES]; 2],
+    fresh: bool,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Ages {
+    reused: [f64; OCTAVES],
+    evicted: [f64; OCTAVES],
+    count: f64,
+}
+
+impl Reuse {
+    /// An idle time ended: by reuse, or by eviction, which says only that it would have been longer.
+    pub(crate) fn see(&mut self, reused_before: bool, age: Duration, reused: bool) {
+        let ages = &mut self.kinds[usize::from(reused_before)];
+        let bins = if reused { &mut ages.reused } else { &mut ages.evicted };
+        bins[octave(age)] += 1.0;
+        ages.count += 1.0;
+        if ages.count > HALVE_AT {
+            ages.reused.iter_mut().chain(&mut ages.evicted).for_each(|bin| *bin /= 2.0);
+            ages.count /= 2.0;
+        }
+        self.fresh = false;
+    }
+
+    /// Brings the table up to date; call before a series of [`Self::probability`].
+    pub(crate) fn refresh(&mut self) {
+        if self.fresh {
+            return;
+        }
+        for (ages, table) in self.kinds.iter().zip(&mut self.table) {
+            let (mut at_risk, mut survival) = (0.0, 1.0);
+            for octave in (0..OCTAVES).rev() {
+                at_risk += ages.reused[octave] + ages.evicted[octave];
+                if at_risk > 0.0 {
+                    survival *= 1.0 - ages.reused[octave] / at_risk;
+                }
+                table[octave] = 1.0 - survival;
+            }
+        }
+        self.fresh = true;
+    }
+
+    /// Chance that a block idle for `age` is wanted again.
+    pub(crate) fn probability(&self, reused_before: bool, age: Duration) -> f64 {
+        self.table[usize::from(reused_before)][octave(age)]
+    }
+
+    /// Idle age within which nearly all reuses happen.
+    pub(crate) fn live_age(&self) -> Duration {
+        let reuses = |octave: usize| self.kinds.iter().map(|ages| ages.reused[octave]).sum::<f64>();
+        let all: f64 = (0..OCTAVES).map(reuses).sum();
+        let (mut sum, mut octave) = (0.0, 0);
+        while octave + 1 < OCTAVES && sum + reuses(octave) < LIVE_SHARE * all {
+            sum += reuses(octave);
+            octave += 1;
+        }
+        Duration::from_millis(1 << (octave + 1))
+    }
+}
+
+fn octave(age: Duration) -> usize {
+    (age.as_ms().max(1.0).log2() as usize).min(OCTAVES - 1)
+}

@@ -1,0 +1,617 @@
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use baton_cost::StepCoefficients;
+use baton_kv::{Applied, BlockKey, Change, FleetIndex, KvEventBatch};
+use baton_units::{Blocks, DurationMs, Incarnation, ReplicaId, RequestId, Time, Tokens};
+
+use crate::{
+    Arrival, DecisionRecord, LoadReport, Outcome, Placed, PolicyName, PrefixCopy, Quote, Realised, Refusal, ReplicaSpec, ReplicaState,
+    ReplicaStatus, RouterConfig, Verdict,
+    chains::{ChainId, Chains},
+    copies::Rents,
+    decision::DecisionLog,
+    demand::Demand,
+    fleet::Replica,
+    held::{Held, Place, Waiting},
+    policy::{Policy, RequestView},
+    quoting::{Quoted, Scratch, backlog_at_ms},
+    reuse::Reuse,
+};
+
+/// Ids that the router mints for copies start here.
+const COPY_IDS: u64 = 1 << 63;
+/// Held requests quoted in one call of `released`; each quote costs as much as a decision.
+const HELD_QUOTED_MAX: usize = 16;
+/// Weight of the latest output length in the mean.
+const OUTPUT_GAIN: f64 = 0.02;
+/// A mirror of an engine that tells its evictions may run ahead of them by this much before it evicts by itself.
+const MIRROR_SLACK: f64 = 1.25;
+
+/// Chooses a replica for each request and keeps the books that the choice rests on.
+///
+/// Tell it what happens (`upsert_replica`, `report`, `kv_events`, `first_token`, `output_tokens`, `finished`), ask with `place`, and
+/// after each call that can free a place, or at `next_timeout`, take up held requests with `released`.
+#[derive(Debug)]
+pub struct Router {
+    pub(crate) config: RouterConfig,
+    policy: Box<dyn Policy>,
+    rng: fastrand::Rng,
+    pub(crate) index: FleetIndex,
+    pub(crate) replicas: BTreeMap<ReplicaId, Replica>,
+    pub(crate) flights: BTreeMap<RequestId, Flight>,
+    pub(crate) demand: Demand,
+    pub(crate) reuse: Reuse,
+    pub(crate) chains: Chains,
+    rents: Rents,
+    held: Held,
+    log: DecisionLog,
+    /// Mean output length of what ended, in tokens.
+    pub(crate) mean_output: f64,
+    /// Changes when a replica's coefficients do.
+    pub(crate) costs_version: u64,
+    pub(crate) scratch: Scratch,
+    copies: u64,
+}
+
+/// A request sent to a replica and not ended.
+#[derive(Debug)]
+pub(crate) struct Flight {
+    pub(crate) replica: ReplicaId,
+    pub(crate) incarnation: Incarnation,
+    pub(crate) keys: Arc<[BlockKey]>,
+    prompt: Tokens,
+    /// Blocks of the prompt believed to be there when it was sent.
+    depth: u32,
+    session: Option<u64>,
+    sent_at: Time,
+    /// Its first token came.
+    pub(crate) started: bool,
+    pub(crate) output: u32,
+    /// Blocks beside the full blocks of the prompt.
+    pub(crate) private_blocks: u32,
+    copy: bool,
+}
+
+impl Router {
+    pub fn new(config: RouterConfig, seed: u64) -> Self {
+        Self {
+            policy: config.policy.build(),
+            rng: fastrand::Rng::with_seed(seed),
+            index: FleetIndex::new(&config.model, config.belief_lifetime),
+            replicas: BTreeMap::new(),
+            flights: BTreeMap::new(),
+            demand: Demand::default(),
+            reuse: Reuse::default(),
+            chains: Chains::default(),
+            rents: Rents::default(),
+            held: Held::default(),
+            log: DecisionLog::new(config.decisions_kept),
+            mean_output: 0.0,
+            costs_version: 1,
+            scratch: Scratch::default(),
+            copies: 0,
+            config,
+        }
+    }
+
+    /// A replica joined, or told its shape again. A new incarnation begins with empty books and is ready.
+    pub fn upsert_replica(&mut self, spec: ReplicaSpec, _now: Time) {
+        self.costs_version += 1;
+        self.held.stale = true;
+        match self.replicas.get_mut(&spec.id) {
+            Some(replica) if replica.spec.incarnation == spec.incarnation => replica.spec = spec,
+            Some(_) | None => {
+                self.index.restart(spec.id, spec.incarnation);
+                self.replicas.insert(spec.id, Replica::new(spec));
+            }
+        }
+    }
+
+    /// A dead replica's KV counts as gone; what was sent to it stays booked until `finished`.
+    pub fn set_state(&mut self, id: ReplicaId, state: ReplicaState, _now: Time) {
+        let Some(replica) = self.replicas.get_mut(&id) else { return };
+        if state == ReplicaState::Dead && replica.state != ReplicaState::Dead {
+            replica.mirror.clear();
+            self.index.restart(id, replica.spec.incarnation);
+        }
+        replica.state = state;
+        self.held.stale = true;
+    }
+
+    /// The replica left for good; requests still in flight there end as unknown ones.
+    pub fn remove_replica(&mut self, id: ReplicaId) {
+        if let Some(replica) = self.replicas.remove(&id) {
+            self.index.restart(id, replica.spec.incarnation);
+            self.costs_version += 1;
+        }
+    }
+
+    pub fn report(&mut self, id: ReplicaId, report: LoadReport, now: Time) {
+        let Some(replica) = self.replicas.get_mut(&id) else { return };
+        replica.advance(now);
+        let ms_per_token = replica.spec.step.per_token_s * 1e3;
+        replica.ledger.reconcile(report.prefill_backlog, report.taken_at, ms_per_token, now);
+        replica.report = Some(report);
+        self.held.stale = true;
+    }
+
+    /// Takes in events of the replica's cache; see [`FleetIndex::apply`] for what to do about a gap.
+    pub fn kv_events(&mut self, id: ReplicaId, incarnation: Incarnation, batch: &KvEventBatch, now: Time) -> Applied {
+        let Some(replica) = self.replicas.get_mut(&id) else { return Applied::Ignored };
+        let mirror = &mut replica.mirror;
+        self.index.apply_with(id, incarnation, batch, now, &mut |change| match change {
+            Change::Confirmed(key) => mirror.confirm(key, now),
+            Change::Removed(key) => mirror.remove(key),
+            Change::Dropped => mirror.clear(),
+        })
+    }
+
+    /// Goes on without batches that cannot be replayed; the replica's hits count half until its cache is cleared.
+    pub fn skip_kv_gap(&mut self, id: ReplicaId, now: Time) {
+        let Some(replica) = self.replicas.get_mut(&id) else { return };
+        let mirror = &mut replica.mirror;
+        self.index.skip_gap(id, &mut |change| match change {
+            Change::Confirmed(key) => mirror.confirm(key, now),
+            Change::Removed(key) => mirror.remove(key),
+            Change::Dropped => mirror.clear(),
+        });
+    }
+
+    pub fn update_step(&mut self, id: ReplicaId, step: StepCoefficients) {
+        if let Some(replica) = self.replicas.get_mut(&id)
+            && replica.spec.step != step
+        {
+            replica.spec.step = step;
+            self.costs_version += 1;
+        }
+    }
+
+    /// Where the request goes. A request that is placed again, as on a retry, ends its former flight as failed.
+    pub fn place(&mut self, arrival: Arrival, now: Time) -> Verdict {
+        self.finished(arrival.request, Outcome::Failed, None, now);
+        if let Err(refusal) = self.check_feasible(&arrival) {
+            return Verdict::Refuse(refusal);
+        }
+        self.demand.arrive(now);
+        let verdict = match self.decide(&arrival, Duration::ZERO, false, now) {
+            Some(placed) => Verdict::Run(placed),
+            None if !self.may_serve_later(&arrival) => Verdict::Refuse(Refusal::NoReplica),
+            None if self.held.len() >= self.config.held_max => Verdict::Refuse(self.overloaded(now)),
+            None => {
+                self.held.push(arrival.clone(), now);
+                Verdict::Hold
+            }
+        };
+        self.demand.remember(arrival.keys, arrival.prompt);
+        verdict
+    }
+
+    /// Held requests that got a place, or were turned away, in order.
+    pub fn released(&mut self, now: Time) -> Vec<(RequestId, Verdict)> {
+        if self.held.is_empty() || !(self.held.stale || self.next_timeout().is_some_and(|at| at <= now)) {
+            return Vec::new();
+        }
+        self.held.stale = false;
+        let mut out = Vec::new();
+        let mut quoted = 0;
+        for place in self.held.places() {
+            let Some(Waiting { arrival, since }) = self.held.get(place).cloned() else { continue };
+            let late = now.since(since) >= self.config.held_for;
+            if !late && quoted >= HELD_QUOTED_MAX {
+                continue;
+            }
+            quoted += 1;
+            if let Some(verdict) = self.take_up(place, &arrival, since, late, now) {
+                out.push((arrival.request, verdict));
+            }
+        }
+        out
+    }
+
+    /// When `released` is worth a call though nothing happened.
+    pub fn next_timeout(&self) -> Option<Time> {
+        let deadline = self.held.oldest()? + self.config.held_for;
+        let within = self.config.bind_within.map_or(f64::INFINITY, |within| within.as_ms());
+        let frees = self.replicas.values().filter(|replica| replica.state == ReplicaState::Ready).filter_map(|replica| {
+            let over = replica.ledger.backlog_ms() - within;
+            (over > 0.0).then(|| replica.ledger.at() + Duration::from_ms(over.max(1.0)))
+        });
+        Some(frees.fold(deadline, Time::min))
+    }
+
+    /// The first token came; `cached` is what the engine says it had of the prompt.
+    pub fn first_token(&mut self, request: RequestId, cached: Option<Tokens>, now: Time) {
+        let Some(flight) = self.flights.get_mut(&request) else { return };
+        if std::mem::replace(&mut flight.started, true) {
+            return;
+        }
+        if let Some(replica) = live_replica(&mut self.replicas, flight) {
+            replica.advance(now);
+            replica.first_token(request, Tokens(flight.prompt.0 + flight.output));
+        }
+        let ttft_ms = now.since(flight.sent_at).as_ms();
+        self.log.update(request, |record| {
+            record.realised.ttft_ms = Some(ttft_ms);
+            record.realised.cached_tokens = cached;
+            let others = record.quotes.iter().filter(|quote| quote.replica != record.chosen);
+            let best = others.map(|quote| quote.terms.wait + quote.terms.prefill).fold(f64::INFINITY, f64::min);
+            record.regret_ms = Some((ttft_ms - best).max(0.0));
+        });
+        self.held.stale = true;
+    }
+
+    /// `count` more tokens came out, the first one included.
+    pub fn output_tokens(&mut self, request: RequestId, count: u32, _now: Time) {
+        let Some(flight) = self.flights.get_mut(&request) else { return };
+        flight.output += count;
+        let before = flight.private_blocks;
+        if let Some(replica) = live_replica(&mut self.replicas, flight) {
+            flight.private_blocks = private_blocks(&replica.spec, flight.prompt, flight.keys.len(), flight.output);
+            replica.private_blocks = replica.private_blocks + flight.private_blocks - before;
+            if flight.started {
+                replica.context += u64::from(count);
+            }
+        }
+        let output = flight.output;
+        self.log.update(request, |record| record.realised.output_tokens = output);
+    }
+
+    /// The request ended on its replica, or was given up while held. `all_keys` name the full blocks of prompt and output together.
+    pub fn finished(&mut self, request: RequestId, outcome: Outcome, all_keys: Option<Arc<[BlockKey]>>, now: Time) {
+        if self.held.cancel(request) {
+            return;
+        }
+        let Some(flight) = self.flights.remove(&request) else { return };
+        self.held.stale = true;
+        let took = now.since(flight.sent_at);
+        self.log.update(request, |record| {
+            record.realised.finished_ms = Some(took.as_ms());
+            record.realised.outcome = Some(match outcome {
+                Outcome::Finished => "finished",
+                Outcome::Cancelled => "cancelled",
+                Outcome::Failed => "failed",
+            });
+        });
+        let done = outcome == Outcome::Finished;
+        let all = all_keys.filter(|_| done).unwrap_or_else(|| flight.keys.clone());
+        if let Some(replica) = live_replica(&mut self.replicas, &flight) {
+            replica.advance(now);
+            end_flight(replica, request, &flight);
+            replica.mirror.unpin(&flight.keys, &all, now);
+            if done && !flight.copy {
+                replica.responded(took);
+            }
+            if done || flight.started {
+                self.index.expect(flight.replica, &all, now);
+            } else {
+                self.forget_uncomputed(&flight);
+            }
+            self.trim(flight.replica, now);
+        }
+        if done && !flight.copy {
+            let gain = if self.mean_output == 0.0 { 1.0 } else { OUTPUT_GAIN };
+            self.mean_output += gain * (f64::from(flight.output) - self.mean_output);
+            self.chains.end(flight.session, &flight.keys, &all, now);
+        }
+    }
+
+    /// Other rule from the next request on.
+    pub fn set_policy(&mut self, name: PolicyName) {
+        self.config.policy = name;
+        self.policy = name.build();
+        self.held.stale = true;
+    }
+
+    pub fn policy(&self) -> PolicyName {
+        self.config.policy
+    }
+
+    /// Forgets the index and all that was learnt, as between compared runs; requests in flight stay booked.
+    pub fn reset(&mut self) {
+        self.index.forget_all();
+        for replica in self.replicas.values_mut() {
+            replica.mirror.clear();
+            replica.response_ms = 0.0;
+        }
+        (self.demand, self.reuse, self.chains, self.rents) = Default::default();
+        self.mean_output = 0.0;
+        self.log.clear();
+        self.policy = self.config.policy.build();
+    }
+
+    pub fn fleet(&self, now: Time) -> Vec<ReplicaStatus> {
+        self.replicas
+            .values()
+            .map(|replica| ReplicaStatus {
+                id: replica.spec.id,
+                incarnation: replica.spec.incarnation,
+                state: replica.state,
+                queue_ms: backlog_at_ms(replica, now),
+                in_flight: replica.in_flight,
+                prefilling: replica.ledger.prefilling() as u32,
+                kv_blocks_total: replica.spec.kv_blocks,
+                kv_blocks_free: replica.blocks_free(now),
+                kv_blocks_indexed: self.index.blocks_held(replica.spec.id) as u32,
+                index_doubtful: self.index.doubtful(replica.spec.id),
+                report: replica.report,
+            })
+            .collect()
+    }
+
+    /// Held requests.
+    pub fn held(&self) -> usize {
+        self.held.len()
+    }
+
+    /// The latest decisions, newest first.
+    pub fn decisions(&self, limit: usize) -> Vec<Arc<DecisionRecord>> {
+        self.log.latest(limit)
+    }
+
+    pub fn decision(&self, request: RequestId) -> Option<Arc<DecisionRecord>> {
+        self.log.get(request)
+    }
+
+    /// What the router believes of the fleet's caches.
+    pub fn index(&self) -> &FleetIndex {
+        &self.index
+    }
+
+    /// Turns away what no replica can ever hold. Replicas in any state count, since they may come back.
+    fn check_feasible(&self, arrival: &Arrival) -> Result<(), Refusal> {
+        let specs = || self.replicas.values().map(|replica| &replica.spec);
+        let limit = specs().map(|spec| spec.max_model_len).max().ok_or(Refusal::NoReplica)?;
+        if arrival.prompt >= limit {
+            return Err(Refusal::TooLong { prompt: arrival.prompt, limit });
+        }
+        let needs = |spec: &ReplicaSpec| blocks_at_most(spec, arrival);
+        if specs().any(|spec| needs(spec) <= spec.kv_blocks) {
+            return Ok(());
+        }
+        let largest = specs().max_by_key(|spec| spec.kv_blocks.to_tokens(spec.block_size)).ok_or(Refusal::NoReplica)?;
+        let fits = largest.kv_blocks.to_tokens(largest.block_size);
+        Err(Refusal::NeverFits { needed: needs(largest), limit: largest.kv_blocks, fits })
+    }
+
+    /// Ready replicas that can hold the request, in order of ids.
+    fn eligible(&self, arrival: &Arrival) -> Vec<ReplicaId> {
+        let ready = |replica: &&Replica| {
+            let spec = &replica.spec;
+            replica.state == ReplicaState::Ready
+                && !arrival.excluded.contains(&spec.id)
+                && arrival.prompt < spec.max_model_len
+                && blocks_at_most(spec, arrival) <= spec.kv_blocks
+        };
+        self.replicas.values().filter(ready).map(|replica| replica.spec.id).collect()
+    }
+
+    /// Whether a replica that may become ready could take the request.
+    fn may_serve_later(&self, arrival: &Arrival) -> bool {
+        self.replicas.values().any(|replica| {
+            matches!(replica.state, ReplicaState::Ready | ReplicaState::Suspect) && !arrival.excluded.contains(&replica.spec.id)
+        })
+    }
+
+    fn overloaded(&self, now: Time) -> Refusal {
+        let wait = self.least_backlog_ms(now);
+        let retry_after = if wait.is_finite() { Duration::from_ms(wait) } else { Duration::ZERO };
+        Refusal::Overloaded { retry_after: retry_after.max(Duration::from_secs(1)) }
+    }
+
+    /// A held request's turn: its verdict, or `None` while it stays.
+    fn take_up(&mut self, place: Place, arrival: &Arrival, since: Time, late: bool, now: Time) -> Option<Verdict> {
+        let verdict = match self.decide(arrival, now.since(since), late, now) {
+            Some(placed) => Verdict::Run(placed),
+            None if !self.may_serve_later(arrival) => Verdict::Refuse(Refusal::NoReplica),
+            None if late => Verdict::Refuse(self.overloaded(now)),
+            None => return None,
+        };
+        self.held.remove(place);
+        Some(verdict)
+    }
+
+    /// Chooses and books; `None` when no replica is eligible, or the best one's wait is too long to bind to it yet.
+    fn decide(&mut self, arrival: &Arrival, held_for: Duration, bind_anyway: bool, now: Time) -> Option<Placed> {
+        let ids = self.eligible(arrival);
+        if ids.is_empty() {
+            return None;
+        }
+        let prices_others = self.policy.prices_others();
+        let quoted = self.quote(arrival, &ids, prices_others, now);
+        let home = arrival.session.and(quoted.chain).and_then(|chain| self.chains.home(chain));
+        let view = RequestView { session: arrival.session, home };
+        let chosen = self.policy.choose(&view, &quoted.candidates, &mut self.rng);
+        let wait = quoted.candidates[chosen].terms.wait;
+        if prices_others && !bind_anyway && self.config.bind_within.is_some_and(|within| wait > within.as_ms()) {
+            return None;
+        }
+        let copy = if prices_others && self.config.copies { self.copy_worth(arrival, &quoted, chosen, now) } else { None };
+        self.record(arrival, &quoted, chosen, held_for, now);
+        let replica = quoted.candidates[chosen].replica;
+        self.book(arrival, replica, quoted.candidates[chosen].terms.prefill, quoted.chain, now);
+        let copy = copy.map(|(to, blocks)| self.book_copy(arrival, to, blocks, now));
+        Some(Placed { replica, copy })
+    }
+
+    /// A shared prefix of the request and a replica that lacks it, when the rent paid for the lack has reached a copy's price.
+    fn copy_worth(&mut self, arrival: &Arrival, quoted: &Quoted, chosen: usize, now: Time) -> Option<(ReplicaId, usize)> {
+        let own = &quoted.candidates[chosen];
+        let share = |router: &Self, id: ReplicaId| router.memory_share(&router.replicas[&id]);
+        // What this one pays where it goes against what it would pay elsewhere if its prefix were there.
+        let paid_here = own.terms.wait + own.terms.memory;
+        let rent = |router: &Self, place: usize| {
+            let other = &quoted.candidates[place];
+            paid_here - other.terms.wait - share(router, other.replica) * own.terms.prefill
+        };
+        if (0..quoted.candidates.len()).all(|place| rent(self, place) <= 0.0) {
+            return None;
+        }
+        let held = self.depth(own.replica) as usize;
+        let blocks = (0..held).rev().find(|&place| self.index.branches(arrival.keys[place]))? + 1;
+        let target = (0..quoted.candidates.len())
+            .filter(|&place| (self.depth(quoted.candidates[place].replica) as usize) < blocks)
+            .min_by(|&a, &b| {
+                let key = |place: usize| {
+                    let candidate = &quoted.candidates[place];
+                    (candidate.terms.wait, share(self, candidate.replica))
+                };
+                key(a).partial_cmp(&key(b)).expect("waits and shares are numbers")
+            })?;
+        let rent = rent(self, target);
+        if rent <= 0.0 {
+            return None;
+        }
+        let end = arrival.keys[blocks - 1];
+        let paid = self.rents.pay(end, rent, now);
+        let to = quoted.candidates[target].replica;
+        let missing = blocks - self.depth(to) as usize;
+        let replica = &self.replicas[&to];
+        let size = replica.spec.block_size;
+        let work = replica.prefill_ms(Blocks(blocks as u32).to_tokens(size), Blocks(self.depth(to)).to_tokens(size));
+        let shadow = self.config.weights.waste * self.demand.shadow_price();
+        let eviction = self.config.weights.eviction * (1.0 + shadow) * self.eviction_ms(replica, missing, now);
+        let price = shadow * work + self.config.weights.delay * self.delay_of_copy_ms(target, work) + eviction;
+        if paid < price {
+            return None;
+        }
+        self.rents.settle(end);
+        Some((to, blocks))
+    }
+
+    fn record(&mut self, arrival: &Arrival, quoted: &Quoted, chosen: usize, held_for: Duration, now: Time) {
+        if self.config.decisions_kept == 0 {
+            return;
+        }
+        let quote = |candidate: &crate::policy::Candidate| Quote {
+            replica: candidate.replica,
+            total_ms: candidate.terms.total(),
+            terms: candidate.terms,
+            hit_tokens: candidate.hit,
+            in_flight: candidate.in_flight,
+        };
+        let quotes: Vec<Quote> = quoted.candidates.iter().map(quote).collect();
+        let others = quotes.iter().enumerate().filter(|(place, _)| *place != chosen);
+        let runner_up = others.min_by(|a, b| a.1.total_ms.total_cmp(&b.1.total_ms)).map(|(_, quote)| quote.replica);
+        let terms = quotes[chosen].terms;
+        self.log.push(DecisionRecord {
+            request: arrival.request,
+            time: now,
+            policy: self.config.policy,
+            prompt: arrival.prompt,
+            session: arrival.session,
+            program: arrival.program,
+            held_ms: held_for.as_ms(),
+            chosen: quotes[chosen].replica,
+            runner_up,
+            predicted_ttft_ms: terms.wait + terms.prefill,
+            quotes,
+            realised: Realised::default(),
+            regret_ms: None,
+        });
+    }
+
+    fn book(&mut self, arrival: &Arrival, id: ReplicaId, prefill_ms: f64, chain: Option<ChainId>, now: Time) {
+        self.chains.extend(chain, arrival.session, &arrival.keys, id, now);
+        let flight = Flight {
+            replica: id,
+            incarnation: Incarnation::default(),
+            keys: arrival.keys.clone(),
+            prompt: arrival.prompt,
+            depth: self.depth(id),
+            session: arrival.session,
+            sent_at: now,
+            started: false,
+            output: 0,
+            private_blocks: 0,
+            copy: false,
+        };
+        self.send(arrival.request, flight, prefill_ms, now);
+    }
+
+    fn book_copy(&mut self, arrival: &Arrival, to: ReplicaId, blocks: usize, now: Time) -> PrefixCopy {
+        let request = RequestId(COPY_IDS + self.copies);
+        self.copies += 1;
+        let replica = &self.replicas[&to];
+        let size = replica.spec.block_size;
+        let prompt = Tokens(Blocks(blocks as u32).to_tokens(size).0 + 1);
+        let prefill_ms = replica.prefill_ms(prompt, Blocks(self.depth(to)).to_tokens(size));
+        let flight = Flight {
+            replica: to,
+            incarnation: Incarnation::default(),
+            keys: arrival.keys[..blocks].into(),
+            prompt,
+            depth: self.depth(to),
+            session: None,
+            sent_at: now,
+            started: false,
+            output: 0,
+            private_blocks: 0,
+            copy: true,
+        };
+        self.send(request, flight, prefill_ms, now);
+        PrefixCopy { request, to, blocks }
+    }
+
+    fn send(&mut self, request: RequestId, mut flight: Flight, prefill_ms: f64, now: Time) {
+        let fleet = self.replicas.values().filter(|replica| replica.state == ReplicaState::Ready).count();
+        self.demand.dispatch(prefill_ms, fleet, now);
+        let replica = self.replicas.get_mut(&flight.replica).expect("a candidate is in the fleet");
+        let uncomputed = flight.prompt.saturating_sub(replica.hit_tokens(flight.depth, flight.prompt));
+        flight.incarnation = replica.spec.incarnation;
+        flight.private_blocks = private_blocks(&replica.spec, flight.prompt, flight.keys.len(), 1);
+        replica.in_flight += 1;
+        replica.private_blocks += flight.private_blocks;
+        replica.ledger.add(request, prefill_ms, uncomputed, now);
+        replica.mirror.pin(&flight.keys, &mut self.reuse, now);
+        self.index.expect(flight.replica, &flight.keys, now);
+        self.trim(flight.replica, now);
+        self.flights.insert(request, flight);
+    }
+
+    /// Lets the mirror evict what no longer fits, unless the engine itself tells its evictions.
+    fn trim(&mut self, id: ReplicaId, now: Time) {
+        let Some(replica) = self.replicas.get_mut(&id) else { return };
+        let blocks = replica.spec.kv_blocks.0 as usize;
+        let limit = if self.index.publishes(id) { (blocks as f64 * MIRROR_SLACK) as usize } else { blocks };
+        let index = &mut self.index;
+        replica.mirror.evict_to(limit, &mut self.reuse, now, |key| index.forget(id, key));
+    }
+
+    /// A request ended before its first token: blocks that only it would have filled are not there.
+    fn forget_uncomputed(&mut self, flight: &Flight) {
+        let replica = self.replicas.get_mut(&flight.replica).expect("its replica is in the fleet");
+        for key in &flight.keys[flight.depth as usize..] {
+            if !replica.mirror.is_pinned(*key) && !self.index.confirmed(flight.replica, *key) {
+                replica.mirror.remove(*key);
+                self.index.forget(flight.replica, *key);
+            }
+        }
+    }
+}
+
+/// The flight's replica, unless it left or restarted since.
+fn live_replica<'a>(replicas: &'a mut BTreeMap<ReplicaId, Replica>, flight: &Flight) -> Option<&'a mut Replica> {
+    replicas.get_mut(&flight.replica).filter(|replica| replica.spec.incarnation == flight.incarnation)
+}
+
+fn end_flight(replica: &mut Replica, request: RequestId, flight: &Flight) {
+    replica.in_flight -= 1;
+    replica.private_blocks -= flight.private_blocks;
+    if flight.started {
+        replica.decoding -= 1;
+        replica.context -= u64::from(flight.prompt.0 + flight.output);
+    } else {
+        replica.ledger.remove(request);
+    }
+}
+
+/// Blocks of a request beside the full blocks of its prompt.
+fn private_blocks(spec: &ReplicaSpec, prompt: Tokens, prompt_blocks: usize, output: u32) -> u32 {
+    Tokens(prompt.0 + output).to_blocks(spec.block_size).0.saturating_sub(prompt_blocks as u32)
+}
+
+/// Most blocks that the request can take: prompt and the output that the client bounds, within the context length.
+fn blocks_at_most(spec: &ReplicaSpec, arrival: &Arrival) -> Blocks {
+    let output = arrival.max_output.unwrap_or(Tokens(1)).0;
+    Tokens(arrival.prompt.0.saturating_add(output).min(spec.max_model_len.0)).to_blocks(spec.block_size)
+}
