@@ -333,7 +333,11 @@ impl FleetIndex {
 
     fn drop_entries(&mut self, replica: ReplicaId) {
         let held = std::mem::take(&mut self.holder(replica).held);
-        held.into_keys().for_each(|key| release(&mut self.blocks, key, replica.index()));
+        let mut keys: Vec<BlockKey> = held.into_keys().collect();
+        keys.sort_unstable();
+        for key in keys {
+            release(&mut self.blocks, key, replica.index());
+        }
         let holder = self.holder(replica);
         let (incarnation, publishes) = (holder.incarnation, holder.publishes);
         *holder = Holder { incarnation, publishes, ..Holder::default() };
@@ -389,15 +393,13 @@ impl FleetIndex {
         on_change: &mut impl FnMut(Change),
     ) {
         let holder = &mut self.replicas[replica.index()];
-        let (mut before, mut chained) = match parent {
+        let (mut before, mut chained) = match parent.map(|hash| holder.stored.get(&hash)) {
             None => (domain.root(), false),
-            Some(hash) => match holder.stored.get(&hash) {
-                Some(stored) => (stored.key, true),
-                None => {
-                    holder.orphans += hashes.len() as u64;
-                    return;
-                }
-            },
+            Some(Some(stored)) => (stored.key, true),
+            Some(None) => {
+                holder.orphans += hashes.len() as u64;
+                return;
+            }
         };
         for (hash, tokens) in hashes.iter().zip(tokens.chunks_exact(block_size.get() as usize)) {
             let key = before.child(tokens);
