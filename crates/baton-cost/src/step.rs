@@ -107,7 +107,7 @@ impl StepCoefficients {
             let now = left.min(chunk);
             seconds += self.step_s(&StepLoad::prefill(now, context));
             context += now;
-            left = left - now;
+            left -= now;
         }
         seconds * 1e3
     }
