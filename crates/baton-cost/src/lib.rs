@@ -7,12 +7,23 @@
 // Tests compare numbers that must be the same number.
 #![cfg_attr(test, allow(clippy::float_cmp))]
 
+pub mod agent;
+pub mod lecture;
+pub mod lora;
+pub mod moe;
+
+mod affinity;
 mod calibrator;
 mod hardware;
+mod quantised_kv;
 mod shape;
 mod step;
+mod transfer;
 
+pub use affinity::{affinity_budget_ms, affinity_gain_ms, replication_threshold_sessions};
 pub use calibrator::Calibrator;
 pub use hardware::{Device, Link, UnknownName};
-pub use shape::{Attention, Experts, ModelShape};
+pub use quantised_kv::QuantisedKv;
+pub use shape::{Attention, Experts, ModelShape, ShapeError};
 pub use step::{StepCoefficients, StepLoad};
+pub use transfer::{Migration, copy_round_ratio, copy_share, kv_budget_bytes};

@@ -1,7 +1,10 @@
+use baton_units::Tokens;
 use serde::{Deserialize, Serialize};
 
 use crate::UnknownName;
 
+mod gguf;
+mod hf_config;
 mod presets;
 
 /// How a layer attends, with the sizes that decide parameters, arithmetic and KV.
@@ -52,6 +55,25 @@ pub struct ModelShape {
     pub counted_params: Option<u64>,
 }
 
+/// Why a model's description gives no shape.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ShapeError {
+    #[error("the model description is not the JSON of a config.json: {reason}")]
+    Json { reason: String },
+    #[error("model type {family:?} is not supported; supported are {known}")]
+    Family { family: String, known: String },
+    #[error("the model description has no \"{field}\"; give the model's own file")]
+    Missing { field: &'static str },
+    #[error("{key} is {value}, more than any model has; give the model's own file")]
+    Number { key: String, value: u64 },
+    #[error("{size} is {value}, expected 1 to {limit}; give the model's own file")]
+    Size { size: &'static str, value: u64, limit: u64 },
+    #[error("{per_token} experts per token of {count}; give the model's own file")]
+    Experts { per_token: u32, count: u32 },
+    #[error(transparent)]
+    Gguf(#[from] baton_gguf::GgufError),
+}
+
 impl ModelShape {
     /// A well-known model, whatever the case of its name.
     pub fn preset(name: &str) -> Result<Self, UnknownName> {
@@ -91,7 +113,7 @@ impl ModelShape {
 
     /// Parameters that one token computes with: all of a dense model, the chosen experts of a sparse one.
     pub fn active_params(&self) -> u64 {
-        self.params() - self.unused_expert_params()
+        self.params().saturating_sub(self.unused_expert_params())
     }
 
     /// Parameters of one expert of one layer; 0 for a dense model.
@@ -119,7 +141,7 @@ impl ModelShape {
         let per_layer = match self.attention {
             Attention::Grouped { heads, head_dim, .. } => 4 * u64::from(heads) * u64::from(head_dim),
             Attention::Latent { heads, rope_dim, nope_dim, value_dim, .. } => {
-                2 * u64::from(heads) * u64::from(rope_dim + nope_dim + value_dim)
+                2 * u64::from(heads) * (u64::from(rope_dim) + u64::from(nope_dim) + u64::from(value_dim))
             }
         };
         (u64::from(self.layers) * per_layer) as f64
@@ -134,7 +156,7 @@ impl ModelShape {
     pub fn kv_elements_per_token(&self) -> u64 {
         let per_layer = match self.attention {
             Attention::Grouped { kv_heads, head_dim, .. } => 2 * u64::from(kv_heads) * u64::from(head_dim),
-            Attention::Latent { kv_rank, rope_dim, .. } => u64::from(kv_rank + rope_dim),
+            Attention::Latent { kv_rank, rope_dim, .. } => u64::from(kv_rank) + u64::from(rope_dim),
         };
         u64::from(self.layers) * per_layer
     }
@@ -144,6 +166,68 @@ impl ModelShape {
         self.kv_elements_per_token() as f64 * dtype_bytes
     }
 
+    /// Bytes of the KV of `tokens`, in the model's own KV numbers.
+    pub fn kv_bytes(&self, tokens: Tokens) -> f64 {
+        self.kv_bytes_per_token(self.kv_dtype_bytes) * tokens.as_f64()
+    }
+
+    /// Small all-reduces per decoded token when layers are split over devices: one after attention, one after the
+    /// feed-forward (Shoeybi et al., Megatron-LM, 2019).
+    pub fn all_reduces_per_token(&self) -> u32 {
+        2 * self.layers
+    }
+
+    /// Inputs and outputs of each projection of a layer's attention.
+    pub fn attention_projections(&self) -> Vec<(u64, u64)> {
+        let hidden = u64::from(self.hidden);
+        match self.attention {
+            Attention::Grouped { heads, kv_heads, head_dim, .. } => {
+                let (q, kv) = (u64::from(heads) * u64::from(head_dim), u64::from(kv_heads) * u64::from(head_dim));
+                vec![(hidden, q), (hidden, kv), (hidden, kv), (q, hidden)]
+            }
+            Attention::Latent { heads, q_rank, kv_rank, rope_dim, nope_dim, value_dim } => {
+                let (heads, kv_rank) = (u64::from(heads), u64::from(kv_rank));
+                let (rope, nope, value) = (u64::from(rope_dim), u64::from(nope_dim), u64::from(value_dim));
+                let q = heads * (rope + nope);
+                let queries = q_rank.map_or(vec![(hidden, q)], |rank| vec![(hidden, rank.into()), (rank.into(), q)]);
+                let keys_and_values = [(hidden, kv_rank + rope), (kv_rank, heads * (nope + value)), (heads * value, hidden)];
+                queries.into_iter().chain(keys_and_values).collect()
+            }
+        }
+    }
+
+    /// Refuses sizes that no model has, so that no product of them overflows.
+    fn checked(self) -> Result<Self, ShapeError> {
+        let (q, kv, q_rank) = match self.attention {
+            Attention::Grouped { heads, kv_heads, head_dim, .. } => ((heads, head_dim), (kv_heads, head_dim), 0),
+            Attention::Latent { heads, q_rank, kv_rank, rope_dim, nope_dim, value_dim } => {
+                ((heads, rope_dim.saturating_add(nope_dim).saturating_add(value_dim)), (kv_rank, rope_dim), q_rank.unwrap_or(0))
+            }
+        };
+        let product = |(a, b): (u32, u32)| u64::from(a) * u64::from(b);
+        let experts = self.experts.unwrap_or(Experts { count: 1, per_token: 1, width: 1, shared_width: 0, dense_layers: 0 });
+        for (size, value, limit) in [
+            ("the number of layers", self.layers.into(), 1 << 12),
+            ("hidden size", self.hidden.into(), 1 << 18),
+            ("vocabulary size", self.vocab.into(), 1 << 26),
+            ("feed-forward width", self.ffn_width.into(), 1 << 18),
+            ("heads times head dimension", product(q), 1 << 22),
+            ("KV heads times head dimension", product(kv), 1 << 22),
+            ("the number of experts", experts.count.into(), 1 << 13),
+            ("shared expert width", experts.shared_width.max(1).into(), 1 << 20),
+            ("query rank", q_rank.max(1).into(), 1 << 18),
+            ("expert width", experts.width.into(), 1 << 18),
+        ] {
+            if !(1..=limit).contains(&value) {
+                return Err(ShapeError::Size { size, value, limit });
+            }
+        }
+        if !(1..=experts.count).contains(&experts.per_token) {
+            return Err(ShapeError::Experts { per_token: experts.per_token, count: experts.count });
+        }
+        Ok(self)
+    }
+
     fn params_outside_feed_forward(&self) -> u64 {
         let (layers, hidden) = (u64::from(self.layers), u64::from(self.hidden));
         let embeddings = u64::from(self.vocab) * hidden * if self.tied_embeddings { 1 } else { 2 };
@@ -151,22 +235,16 @@ impl ModelShape {
     }
 
     fn attention_params(&self) -> u64 {
-        let hidden = u64::from(self.hidden);
-        match self.attention {
+        let projections: u64 = self.attention_projections().iter().map(|(inputs, outputs)| inputs * outputs).sum();
+        let vectors = match self.attention {
             Attention::Grouped { heads, kv_heads, head_dim, qkv_bias, qk_norm } => {
-                let (q, kv) = (u64::from(heads * head_dim), u64::from(kv_heads * head_dim));
-                let biases = if qkv_bias { q + 2 * kv } else { 0 };
-                let norms = if qk_norm { 2 * u64::from(head_dim) } else { 0 };
-                2 * hidden * q + 2 * hidden * kv + biases + norms
+                let biases = if qkv_bias { u64::from(heads) + 2 * u64::from(kv_heads) } else { 0 };
+                let norms = if qk_norm { 2 } else { 0 };
+                (biases + norms) * u64::from(head_dim)
             }
-            Attention::Latent { heads, q_rank, kv_rank, rope_dim, nope_dim, value_dim } => {
-                let q = u64::from(heads * (rope_dim + nope_dim));
-                let queries = q_rank.map_or(hidden * q, |rank| u64::from(rank) * (hidden + 1 + q));
-                let latent = hidden * u64::from(kv_rank + rope_dim) + u64::from(kv_rank);
-                let unpack = u64::from(kv_rank) * u64::from(heads * (nope_dim + value_dim));
-                queries + latent + unpack + u64::from(heads * value_dim) * hidden
-            }
-        }
+            Attention::Latent { q_rank, kv_rank, .. } => u64::from(q_rank.unwrap_or(0)) + u64::from(kv_rank),
+        };
+        projections + vectors
     }
 
     fn dense_ffn_params(&self) -> u64 {
