@@ -537,3 +537,6 @@ impl Hasher for KeyHasher {
         self.0 = key;
     }
 }
+
+#[cfg(test)]
+mod tests;
