@@ -238,7 +238,9 @@ proptest! {
     fn a_set_of_slots_is_a_set(slots in prop::collection::btree_set(0usize..200, 0..20), other in prop::collection::btree_set(0usize..200, 0..20)) {
         let build = |slots: &BTreeSet<usize>| {
             let mut set = ReplicaSet::default();
-            slots.iter().for_each(|slot| set.insert(*slot));
+            for slot in slots {
+                set.insert(*slot);
+            }
             set
         };
         let (mut set, others) = (build(&slots), build(&other));
@@ -251,7 +253,9 @@ proptest! {
         prop_assert_eq!(gone, &slots - &other);
         prop_assert_eq!(set.is_empty(), slots.is_disjoint(&other));
         let mut emptied = build(&slots);
-        slots.iter().for_each(|slot| emptied.remove(*slot));
+        for slot in &slots {
+            emptied.remove(*slot);
+        }
         prop_assert!(emptied.is_empty());
     }
 }
