@@ -20,6 +20,7 @@ pub(crate) enum ChainId {
 #[derive(Debug)]
 pub(crate) struct Chains {
     known: HashMap<ChainId, Chain>,
+    /// Idle chains by the end of their last request; those in flight are not in it.
     order: VecDeque<(Time, ChainId)>,
     /// By replica: chains and expected final blocks.
     alive: BTreeMap<ReplicaId, Alive>,
@@ -31,7 +32,7 @@ pub(crate) struct Chains {
 #[derive(Debug, Clone, Copy)]
 struct Chain {
     replica: ReplicaId,
-    last_used: Time,
+    idle_since: Option<Time>,
     blocks: f64,
     steps: u32,
     /// What it adds to its replica's sum.
@@ -66,7 +67,7 @@ impl Chains {
     }
 
     /// A request of chain `id` (none: a new chain) was sent to `replica`.
-    pub(crate) fn extend(&mut self, id: Option<ChainId>, session: Option<u64>, keys: &[BlockKey], replica: ReplicaId, now: Time) {
+    pub(crate) fn extend(&mut self, id: Option<ChainId>, session: Option<u64>, keys: &[BlockKey], replica: ReplicaId) {
         let before = id.and_then(|id| self.take(id));
         if before.is_some() {
             self.continued += 1.0;
@@ -74,26 +75,27 @@ impl Chains {
         let Some(last) = keys.last() else { return };
         let steps = before.map_or(0, |chain| chain.steps) + 1;
         let id = session.map_or(ChainId::End(*last), ChainId::Session);
-        self.put(id, Chain { replica, last_used: now, blocks: keys.len() as f64, steps, booked: 0.0 });
+        self.put(id, Chain { replica, idle_since: None, blocks: keys.len() as f64, steps, booked: 0.0 });
     }
 
-    /// A response ended: the chain's next prompt will go on from `all`.
+    /// A request ended: the chain's next prompt will go on from `all`.
     pub(crate) fn end(&mut self, session: Option<u64>, prompt: &[BlockKey], all: &[BlockKey], now: Time) {
         let (Some(old), Some(new)) = (prompt.last(), all.last()) else { return };
         let name = |key: &BlockKey| session.map_or(ChainId::End(*key), ChainId::Session);
         if let Some(chain) = self.take(name(old)) {
-            self.put(name(new), Chain { last_used: now, blocks: all.len() as f64, ..chain });
+            self.put(name(new), Chain { idle_since: Some(now), blocks: all.len() as f64, ..chain });
+            self.order.push_back((now, name(new)));
         }
     }
 
     /// Lets chains go that were idle for longer than `age`: they will not go on.
     pub(crate) fn expire(&mut self, age: Duration, now: Time) {
-        while let Some(&(used, id)) = self.order.front() {
-            if now.since(used) <= age {
+        while let Some(&(since, id)) = self.order.front() {
+            if now.since(since) <= age {
                 return;
             }
             self.order.pop_front();
-            if self.known.get(&id).is_some_and(|chain| chain.last_used == used)
+            if self.known.get(&id).is_some_and(|chain| chain.idle_since == Some(since))
                 && let Some(chain) = self.take(id)
             {
                 self.ended += 1.0;
@@ -107,8 +109,12 @@ impl Chains {
 
     /// Blocks that the live chains of a replica are expected to want.
     pub(crate) fn blocks_wanted(&self, replica: ReplicaId) -> f64 {
-        let goes_on = self.continued / (self.continued + self.ended);
-        goes_on * self.alive.get(&replica).map_or(0.0, |alive| alive.blocks)
+        self.continues() * self.alive.get(&replica).map_or(0.0, |alive| alive.blocks)
+    }
+
+    /// Share of chains that went on.
+    pub(crate) fn continues(&self) -> f64 {
+        self.continued / (self.continued + self.ended)
     }
 
     /// Chains that were on the replica last and are alive.
@@ -123,7 +129,6 @@ impl Chains {
         let alive = self.alive.entry(chain.replica).or_default();
         alive.chains += 1;
         alive.blocks += chain.booked;
-        self.order.push_back((chain.last_used, id));
         self.known.insert(id, chain);
     }
 

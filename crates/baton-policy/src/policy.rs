@@ -31,6 +31,8 @@ pub(crate) trait Policy: Send + fmt::Debug {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RequestView {
     pub(crate) session: Option<u64>,
+    /// It begins a session that is expected to go on.
+    pub(crate) starts: bool,
     /// Where the session's last request went, if it is known.
     pub(crate) home: Option<ReplicaId>,
 }

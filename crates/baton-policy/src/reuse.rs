@@ -6,6 +6,9 @@ use baton_units::DurationMs;
 const OCTAVES: usize = 28;
 /// Observations after which the past counts half.
 const HALVE_AT: f64 = 1_048_576.0;
+/// Before this many reuses were seen, a session counts as alive for `YOUNG_LIVE_AGE`.
+const REUSES_MIN: f64 = 100.0;
+const YOUNG_LIVE_AGE: Duration = Duration::from_secs(30);
 /// Share of reuses within the age up to which an idle session counts as alive.
 const LIVE_SHARE: f64 = 0.95;
 
@@ -66,6 +69,9 @@ impl Reuse {
     pub(crate) fn live_age(&self) -> Duration {
         let reuses = |octave: usize| self.kinds.iter().map(|ages| ages.reused[octave]).sum::<f64>();
         let all: f64 = (0..OCTAVES).map(reuses).sum();
+        if all < REUSES_MIN {
+            return YOUNG_LIVE_AGE;
+        }
         let (mut sum, mut octave) = (0.0, 0);
         while octave + 1 < OCTAVES && sum + reuses(octave) < LIVE_SHARE * all {
             sum += reuses(octave);

@@ -22,6 +22,8 @@ use crate::{
 const COPY_IDS: u64 = 1 << 63;
 /// Held requests quoted in one call of `released`; each quote costs as much as a decision.
 const HELD_QUOTED_MAX: usize = 16;
+/// Where more chains than this went on, a request without a known one is taken to start one.
+const STARTS_CONTINUE: f64 = 0.5;
 /// Weight of the latest output length in the mean.
 const OUTPUT_GAIN: f64 = 0.02;
 /// A mirror of an engine that tells its evictions may run ahead of them by this much before it evicts by itself.
@@ -291,6 +293,8 @@ impl Router {
         if done && !flight.copy {
             let gain = if self.mean_output == 0.0 { 1.0 } else { OUTPUT_GAIN };
             self.mean_output += gain * (f64::from(flight.output) - self.mean_output);
+        }
+        if !flight.copy {
             self.chains.end(flight.session, &flight.keys, &all, now);
         }
     }
@@ -418,8 +422,9 @@ impl Router {
         }
         let prices_others = self.policy.prices_others();
         let quoted = self.quote(arrival, &ids, prices_others, now);
-        let home = arrival.session.and(quoted.chain).and_then(|chain| self.chains.home(chain));
-        let view = RequestView { session: arrival.session, home };
+        let last_on = quoted.chain.and_then(|chain| self.chains.home(chain));
+        let starts = last_on.is_none() && (arrival.session.is_some() || self.chains.continues() > STARTS_CONTINUE);
+        let view = RequestView { session: arrival.session, starts, home: arrival.session.and(last_on) };
         let chosen = self.policy.choose(&view, &quoted.candidates, &mut self.rng);
         let wait = quoted.candidates[chosen].terms.wait;
         if prices_others && !bind_anyway && self.config.bind_within.is_some_and(|within| wait > within.as_ms()) {
@@ -511,7 +516,7 @@ impl Router {
     }
 
     fn book(&mut self, arrival: &Arrival, id: ReplicaId, prefill_ms: f64, chain: Option<ChainId>, now: Time) {
-        self.chains.extend(chain, arrival.session, &arrival.keys, id, now);
+        self.chains.extend(chain, arrival.session, &arrival.keys, id);
         let flight = Flight {
             replica: id,
             incarnation: Incarnation::default(),

@@ -24,10 +24,9 @@ impl Policy for Price {
         {
             return place;
         }
-        let start = request.session.is_some() && request.home.is_none();
         least(candidates, rng, |candidate| {
             let total = candidate.terms.total();
-            match (total <= lowest + TIE_MS, start && total <= stay) {
+            match (total <= lowest + TIE_MS, request.starts && total <= stay) {
                 (_, true) => f64::from(candidate.sessions),
                 (true, false) => 0.0,
                 (false, false) => f64::INFINITY,
