@@ -1,8 +1,10 @@
 use std::time::Duration;
 
+use baton_cost::StepLoad;
 use baton_kv::BlockId;
+use baton_units::Tokens;
 
-use crate::SamplingParams;
+use crate::{SamplingParams, budget::row_load};
 
 /// One sequence of tokens inside one engine: one choice of one request. Never used twice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -12,6 +14,18 @@ pub struct SequenceId(pub u64);
 #[derive(Debug, Clone, Default)]
 pub struct Batch<'a> {
     pub rows: Vec<BatchRow<'a>>,
+}
+
+impl Batch<'_> {
+    /// What the step computes and reads, for its price.
+    pub fn load(&self) -> StepLoad {
+        self.rows.iter().map(|row| row_load(row.tokens.len() as u32, row.start)).fold(StepLoad::default(), StepLoad::and)
+    }
+
+    /// Tokens computed, of all rows.
+    pub fn tokens(&self) -> Tokens {
+        self.rows.iter().map(|row| Tokens(row.tokens.len() as u32)).sum()
+    }
 }
 
 /// Tokens of one sequence whose KV is to be computed in this step.

@@ -112,10 +112,11 @@ impl KvPool {
         BlockTable { blocks: Vec::new(), committed: 0, epoch: self.epoch, domain }
     }
 
-    /// The longest cached prefix of `tokens` that an empty `table` could take, in full blocks and at most `limit` of them. `keys` are the chain keys of the full blocks of `tokens`.
-    pub fn find_prefix(&self, table: &BlockTable, keys: &[BlockKey], tokens: &[u32], limit: Blocks) -> CachedPrefix {
-        let mut prefix = CachedPrefix { blocks: Vec::new(), reclaimable: Blocks::ZERO };
-        let mut parent = Parent::Root(table.domain.clone());
+    /// The longest cached prefix of `tokens` in this domain, in full blocks and at most `limit` of them. `keys` are the chain keys
+    /// of the full blocks of `tokens`.
+    pub fn find_prefix(&self, domain: &Arc<CacheDomain>, keys: &[BlockKey], tokens: &[u32], limit: Blocks) -> CachedPrefix {
+        let mut prefix = CachedPrefix { domain: domain.clone(), blocks: Vec::new(), reclaimable: Blocks::ZERO };
+        let mut parent = Parent::Root(domain.clone());
         let chunks = tokens.chunks_exact(self.size.get() as usize);
         for (key, tokens) in keys.iter().zip(chunks).take(limit.0 as usize) {
             let Some(block) = self.cache.find(*key, &parent, tokens) else { break };
@@ -126,14 +127,13 @@ impl KvPool {
         prefix
     }
 
-    /// Puts a prefix, found since the pool last changed, into an empty table.
-    pub fn take_prefix(&mut self, table: &mut BlockTable, prefix: CachedPrefix) {
-        assert!(table.blocks.is_empty(), "a prefix goes into an empty table");
+    /// A table that begins with a prefix found since the pool last changed.
+    pub fn take_prefix(&mut self, prefix: CachedPrefix) -> BlockTable {
         for &block in &prefix.blocks {
             self.take_reference(block);
         }
-        table.committed = prefix.blocks.len() as u32;
-        table.blocks = prefix.blocks;
+        let committed = prefix.blocks.len() as u32;
+        BlockTable { blocks: prefix.blocks, committed, epoch: self.epoch, domain: prefix.domain }
     }
 
     /// Makes the positions `range` of a table writable: adds blocks, evicting cached ones where the pool is out of free ones, and
@@ -274,6 +274,7 @@ impl KvPool {
 /// A cached prefix; valid until the pool next changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CachedPrefix {
+    domain: Arc<CacheDomain>,
     blocks: Vec<BlockId>,
     /// How many of the blocks no table uses yet: taking the prefix makes that many fewer available.
     pub reclaimable: Blocks,

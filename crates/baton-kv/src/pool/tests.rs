@@ -106,19 +106,18 @@ impl Harness {
     }
 
     fn admit(&mut self, domain_index: usize, tokens: &[u32]) {
-        let mut table = self.pool.new_table(domain(domain_index));
-        let keys = keys(table.domain(), tokens);
+        let domain = domain(domain_index);
+        let keys = keys(&domain, tokens);
         let limit = Blocks((tokens.len() as u32).saturating_sub(1) / SIZE.get());
-        let prefix = self.pool.find_prefix(&table, &keys, tokens, limit);
+        let prefix = self.pool.find_prefix(&domain, &keys, tokens, limit);
         let expected: Vec<u64> = (1..=limit.0 as usize)
             .map_while(|blocks| self.model.cached.get(&(domain_index, tokens[..blocks * SIZE.get() as usize].to_vec())).copied())
             .collect();
         assert_eq!(prefix.len().0 as usize, expected.len(), "the hit is the longest cached prefix of the domain");
         let hit = expected.len() * SIZE.get() as usize;
         self.model.unused.retain(|block| !expected.contains(block));
-        self.pool.take_prefix(&mut table, prefix);
         self.sequences.push(Sequence {
-            table,
+            table: self.pool.take_prefix(prefix),
             domain: domain_index,
             tokens: tokens[..hit].to_vec(),
             tried: expected.len(),
@@ -369,7 +368,7 @@ fn fill(pool: &mut KvPool, domain_index: usize, keys: &[BlockKey], tokens: &[u32
 }
 
 fn hit(pool: &KvPool, domain_index: usize, keys: &[BlockKey], tokens: &[u32]) -> u32 {
-    pool.find_prefix(&pool.new_table(domain(domain_index)), keys, tokens, Blocks(u32::MAX)).len().0
+    pool.find_prefix(&domain(domain_index), keys, tokens, Blocks(u32::MAX)).len().0
 }
 
 #[test]
