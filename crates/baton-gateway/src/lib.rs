@@ -1,1 +1,34 @@
-//! TODO
+//! The front door of a fleet: an OpenAI-compatible HTTP server that sends each request where the router of `baton-policy` says, and
+//! carries its life as `baton-session` prescribes.
+//!
+//! It parses a body once, tokenizes and keys the prompt, streams the answer event by event, retries while the client has seen
+//! nothing, and watches its engines (health, load, KV events). It computes no price and holds no rule of choice; it generates no
+//! token; it keeps no prompt and no output beyond the request, and logs neither. It speaks no TLS.
+
+mod admin;
+mod api;
+mod assemble;
+mod chunk;
+mod clock;
+mod config;
+mod control;
+mod engine;
+mod exchange;
+mod fleet;
+mod gateway;
+mod identity;
+mod intake;
+mod json;
+mod live;
+mod metrics;
+mod passthrough;
+mod prompt;
+mod refusal;
+mod reserved;
+mod stream_body;
+mod upstream;
+
+pub use config::{ConfigError, EngineConfig, EngineKind, FrontConfig, GatewayConfig, PolicyConfig};
+pub use engine::{BaseUrl, UrlError};
+pub use gateway::{Gateway, GatewayError, serve};
+pub use reserved::{RESERVED, Reserved, Rule};

@@ -1,0 +1,228 @@
+//! `/baton/v1`: what the fleet is, where requests went and why, and the few things that can be changed at run time.
+
+use std::{sync::Arc, time::Duration};
+
+use axum::{
+    Json, Router,
+    extract::{Path, Query, Request, State},
+    middleware::{Next, from_fn_with_state},
+    response::{IntoResponse, Response},
+    routing::{get, post},
+};
+use baton_policy::{DecisionRecord, PolicyName, ReplicaStatus};
+use baton_units::{DurationMs, RequestId};
+use http::{Method, header};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::{
+    config::EngineKind,
+    engine::{Engine, Health},
+    gateway::Shared,
+    refusal::Refusal,
+};
+
+/// The API's description, kept by hand; a test compares it with the routes.
+const OPENAPI: &str = include_str!("admin/openapi.json");
+const DECISIONS_DEFAULT: usize = 100;
+const RESET_TIMEOUT: Duration = Duration::from_secs(5);
+
+pub(crate) fn routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
+    Router::new()
+        .route("/baton/v1/fleet", get(fleet))
+        .route("/baton/v1/requests", get(requests))
+        .route("/baton/v1/decisions", get(decisions))
+        .route("/baton/v1/decisions/{id}", get(decision))
+        .route("/baton/v1/policy", get(policy).put(set_policy))
+        .route("/baton/v1/reset", post(reset))
+        .route("/baton/v1/openapi.json", get(openapi))
+        .route_layer(from_fn_with_state(shared.clone(), authorize))
+}
+
+/// Without a key the API is there on a loopback address only.
+async fn authorize(State(shared): State<Arc<Shared>>, request: Request, next: Next) -> Response {
+    let allowed = match &shared.fleet.front.admin_key {
+        Some(key) => {
+            let given = request.headers().get(header::AUTHORIZATION).and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
+            given.is_some_and(|given| equal_in_constant_time(given, key.as_bytes()))
+        }
+        None if shared.is_loopback() => true,
+        None => return Refusal::NoSuchPath.into_response(),
+    };
+    if allowed { next.run(request).await } else { Refusal::Unauthorized.into_response() }
+}
+
+fn equal_in_constant_time(a: &[u8], b: &[u8]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).fold(0, |difference, (a, b)| difference | (a ^ b)) == 0
+}
+
+async fn fleet(State(shared): State<Arc<Shared>>) -> Json<Value> {
+    let fleet = &shared.fleet;
+    let statuses = fleet.peek_router(|router, now| router.fleet(now));
+    let replicas: Vec<Value> =
+        fleet.engines().iter().map(|engine| replica(engine, statuses.iter().find(|status| status.id == engine.id))).collect();
+    let (policy, held) = fleet.peek_router(|router, _| (router.policy(), router.held()));
+    Json(json!({ "replicas": replicas, "policy": policy.to_string(), "held": held, "block_size": fleet.block_size() }))
+}
+
+fn replica(engine: &Engine, status: Option<&ReplicaStatus>) -> Value {
+    let facts = engine.facts();
+    let spec = facts.spec;
+    let models: Vec<&str> = facts.models.iter().map(|card| card.id.as_str()).collect();
+    json!({
+        "id": engine.name,
+        "index": engine.id,
+        "url": facts.url,
+        "engine": engine.config.kind.as_str(),
+        "state": facts.health,
+        "life": facts.life,
+        "models": models,
+        "queue_ms": status.map(|status| status.queue_ms),
+        "in_flight": status.map(|status| status.in_flight),
+        "prefilling": status.map(|status| status.prefilling),
+        "kv_blocks_total": status.map(|status| status.kv_blocks_total),
+        "kv_blocks_free": status.map(|status| status.kv_blocks_free),
+        "kv_blocks_indexed": status.map(|status| status.kv_blocks_indexed),
+        "index_doubtful": status.map(|status| status.index_doubtful),
+        "kv_events": facts.kv_source.is_some(),
+        "block_size": spec.map(|spec| spec.block_size),
+        "max_model_len": spec.map(|spec| spec.max_model_len),
+        "max_running": spec.map(|spec| spec.max_running),
+        "step": spec.map(|spec| spec.step),
+        "step_error": facts.step_error,
+        "report": facts.load,
+    })
+}
+
+async fn requests(State(shared): State<Arc<Shared>>) -> Json<Value> {
+    let fleet = &shared.fleet;
+    let now = fleet.clock.now();
+    let requests: Vec<Value> = fleet
+        .live()
+        .iter()
+        .map(|live| {
+            let (state, replica) = live.state();
+            json!({
+                "id": live.id,
+                "x_request_id": live.client_id,
+                "model": live.model,
+                "replica": replica.and_then(|id| fleet.engine(id)).map(|engine| engine.name.clone()),
+                "state": state,
+                "prompt_tokens": live.prompt,
+                "output_tokens": live.output(),
+                "age_ms": now.since(live.arrived).as_ms(),
+            })
+        })
+        .collect();
+    Json(json!({ "requests": requests }))
+}
+
+#[derive(Debug, Deserialize)]
+struct Page {
+    limit: Option<usize>,
+}
+
+async fn decisions(State(shared): State<Arc<Shared>>, Query(page): Query<Page>) -> Json<Value> {
+    let limit = page.limit.unwrap_or(DECISIONS_DEFAULT);
+    let records = shared.fleet.peek_router(|router, _| router.decisions(limit));
+    let names = shared.fleet.client_ids();
+    let decisions: Vec<Value> = records.iter().map(|record| named(record, names.get(&record.request).map(String::as_str))).collect();
+    Json(json!({ "decisions": decisions }))
+}
+
+/// By the client's `x-request-id`, or by the gateway's own number.
+async fn decision(State(shared): State<Arc<Shared>>, Path(id): Path<String>) -> Result<Json<Value>, Refusal> {
+    let by_number = || id.trim_start_matches('q').parse().ok().map(RequestId);
+    let request = shared.fleet.request_named(&id).or_else(by_number);
+    let record = request.and_then(|request| shared.fleet.peek_router(|router, _| router.decision(request)));
+    let record = record.ok_or_else(|| Refusal::NotFound(format!("no decision on record for {id}; the latest ones are kept")))?;
+    Ok(Json(named(&record, shared.fleet.client_ids().get(&record.request).map(String::as_str))))
+}
+
+fn named(record: &DecisionRecord, client_id: Option<&str>) -> Value {
+    let mut value = serde_json::to_value(record).expect("a record is plain data");
+    value["x_request_id"] = client_id.into();
+    value
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PolicyChoice {
+    name: String,
+}
+
+async fn policy(State(shared): State<Arc<Shared>>) -> Json<Value> {
+    let name = shared.fleet.peek_router(|router, _| router.policy());
+    let known: Vec<String> = PolicyName::ALL.iter().map(ToString::to_string).collect();
+    Json(json!({ "name": name.to_string(), "known": known }))
+}
+
+async fn set_policy(State(shared): State<Arc<Shared>>, body: bytes::Bytes) -> Result<Json<Value>, Refusal> {
+    let choice: PolicyChoice = baton_wire::openai::parse(&body).map_err(Refusal::Body)?;
+    let invalid = |error: baton_policy::UnknownPolicy| {
+        Refusal::Body(baton_wire::openai::ErrorBody::invalid("name", &choice.name, &error.to_string()))
+    };
+    let name: PolicyName = choice.name.parse().map_err(invalid)?;
+    shared.fleet.with_router(|router, _| router.set_policy(name));
+    tracing::info!(policy = %name, "policy changed");
+    Ok(policy(State(shared)).await)
+}
+
+/// Empties the router's index and the engines' prefix caches, as between compared runs.
+async fn reset(State(shared): State<Arc<Shared>>) -> Json<Value> {
+    let mut engines = Vec::new();
+    for engine in shared.fleet.engines() {
+        let outcome = reset_engine(&shared, &engine).await;
+        engines.push(json!({ "id": engine.name, "reset": outcome.is_ok(), "error": outcome.err() }));
+    }
+    shared.fleet.with_router(|router, _| router.reset());
+    Json(json!({ "engines": engines }))
+}
+
+async fn reset_engine(shared: &Shared, engine: &Engine) -> Result<(), String> {
+    let path = match engine.config.kind {
+        EngineKind::Baton | EngineKind::Vllm => "/reset_prefix_cache",
+        EngineKind::Sglang => "/flush_cache",
+        EngineKind::LlamaCpp | EngineKind::OpenAi => return Err("this kind of engine has no way to empty its cache".into()),
+    };
+    if engine.facts().health != Health::Ready {
+        return Err("not ready".into());
+    }
+    let reset = shared.fleet.upstream.fetch(Method::POST, engine.url().join(path), engine.config.key.as_deref(), RESET_TIMEOUT);
+    reset.await.map(|_| ()).map_err(|error| error.to_string())
+}
+
+async fn openapi() -> Response {
+    ([(header::CONTENT_TYPE, "application/json")], OPENAPI).into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_route_is_described_and_nothing_else() {
+        let page: Value = serde_json::from_str(OPENAPI).unwrap();
+        let described: Vec<String> = page["paths"]
+            .as_object()
+            .unwrap()
+            .iter()
+            .flat_map(|(path, item)| item.as_object().unwrap().keys().map(move |method| format!("{method} {path}")))
+            .collect();
+        let mut routed: Vec<String> = Vec::new();
+        // The routes as written in this file.
+        for line in include_str!("admin.rs").lines().filter_map(|line| line.trim().strip_prefix(".route(\"")) {
+            let (path, handlers) = line.split_once('"').unwrap();
+            for method in ["get", "put", "post"].into_iter().filter(|method| handlers.contains(&format!("{method}("))) {
+                routed.push(format!("{method} {path}"));
+            }
+        }
+        assert_eq!(described, routed);
+    }
+
+    #[test]
+    fn keys_are_compared_whole() {
+        assert!(equal_in_constant_time(b"abc", b"abc"));
+        assert!(!equal_in_constant_time(b"abc", b"abd") && !equal_in_constant_time(b"abc", b"ab"));
+    }
+}

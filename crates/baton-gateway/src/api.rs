@@ -1,0 +1,171 @@
+//! The routes that clients of a model use.
+
+use std::sync::Arc;
+
+use axum::{
+    Json, Router,
+    body::{Body, to_bytes},
+    extract::{Path, Request, State},
+    response::{IntoResponse, Response},
+    routing::{get, post},
+};
+use baton_units::Tokens;
+use baton_wire::openai::{ModelCard, ModelList};
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, StatusCode};
+use serde_json::json;
+
+use crate::{
+    exchange::{self, Admitted},
+    fleet::{Fleet, Stage},
+    gateway::Shared,
+    identity::client_request_id,
+    intake::{Api, Intake},
+    live::Live,
+    passthrough,
+    prompt::{KeyChain, Tokenized},
+    refusal::{NO_REPLICA_RETRY, Refusal},
+};
+
+pub(crate) fn routes() -> Router<Arc<Shared>> {
+    Router::new()
+        .route("/v1/chat/completions", post(chat_completions))
+        .route("/v1/completions", post(completions))
+        .route("/v1/models", get(models))
+        .route("/v1/models/{*id}", get(model))
+        .route("/health", get(health))
+        .route("/live", get(live))
+        .route("/ready", get(ready))
+        .route("/metrics", get(metrics))
+        .fallback(passthrough::forward)
+        .method_not_allowed_fallback(async || Refusal::MethodNotAllowed)
+}
+
+async fn chat_completions(State(shared): State<Arc<Shared>>, request: Request) -> Response {
+    generate(shared, Api::Chat, request).await
+}
+
+async fn completions(State(shared): State<Arc<Shared>>, request: Request) -> Response {
+    generate(shared, Api::Completions, request).await
+}
+
+async fn generate(shared: Arc<Shared>, api: Api, request: Request) -> Response {
+    let (head, body) = request.into_parts();
+    let fleet = &shared.fleet;
+    let id = fleet.mint();
+    let client_id = client_request_id(&head.headers).map_or_else(|| fleet.client_id(id), str::to_owned);
+    match admit(&shared, api, &head.headers, body, id, &client_id).await {
+        Ok(admitted) => exchange::run(shared.fleet.clone(), admitted).await,
+        Err(refusal) => {
+            fleet.metrics.request_ended(api.path(), "refused", std::time::Duration::ZERO);
+            with_request_id(refusal.into_response(), &client_id)
+        }
+    }
+}
+
+/// From bytes to a request that can be placed; the error is what the client gets.
+async fn admit(
+    shared: &Shared,
+    api: Api,
+    headers: &HeaderMap,
+    body: Body,
+    id: baton_units::RequestId,
+    client_id: &str,
+) -> Result<Admitted, Refusal> {
+    let fleet = &shared.fleet;
+    if fleet.stage() != Stage::Serving {
+        return Err(Refusal::Draining);
+    }
+    let bytes = read_body(body, fleet.front.body_limit).await?;
+    let arrived = fleet.clock.now();
+    let intake = Intake::read(api, headers, &bytes, &fleet.front)?;
+    drop(bytes);
+    let card = choose_model(fleet, intake.model.as_deref())?;
+    let tokenized = shared.tokenization.tokenize(&intake.prompt).await;
+    let prompt = believable(fleet, &tokenized);
+    let adapter = card.parent.is_some().then_some(card.id.as_str());
+    let chain = KeyChain::new(adapter, intake.salt.as_deref(), fleet.block_size(), tokenized.tokens);
+    let excluded = fleet.without_model(&card.id);
+    fleet.metrics.intake(fleet.clock.now().since(arrived));
+    let live = Arc::new(Live::new(id, client_id.to_owned(), card.id, arrived, prompt));
+    Ok(Admitted { intake, live, chain, exact: tokenized.exact, excluded })
+}
+
+pub(crate) async fn read_body(body: Body, limit: usize) -> Result<Bytes, Refusal> {
+    // The other cause, a client that leaves while it sends, has nobody to read the answer.
+    to_bytes(body, limit).await.map_err(|_| Refusal::BodyTooLarge { limit })
+}
+
+/// The card of the model asked for, or of the only base model when none is named.
+fn choose_model(fleet: &Fleet, named: Option<&str>) -> Result<ModelCard, Refusal> {
+    let mut models = fleet.models();
+    if models.is_empty() {
+        return Err(Refusal::NoReplica { retry_after: NO_REPLICA_RETRY });
+    }
+    let names = |models: Vec<ModelCard>| models.into_iter().map(|card| card.id).collect();
+    match named {
+        Some(named) => match models.iter().position(|card| card.id == named) {
+            Some(place) => Ok(models.swap_remove(place)),
+            None => Err(Refusal::UnknownModel { model: named.to_owned(), models: names(models) }),
+        },
+        None => {
+            models.retain(|card| card.parent.is_none());
+            match models.len() {
+                1 => Ok(models.swap_remove(0)),
+                _ => Err(Refusal::NoModelNamed { models: names(models) }),
+            }
+        }
+    }
+}
+
+/// A length to place by. An estimate never makes a prompt too long: only the engine knows then.
+fn believable(fleet: &Fleet, tokenized: &Tokenized) -> Tokens {
+    if tokenized.exact {
+        return tokenized.count;
+    }
+    let longest = fleet.engines().iter().filter_map(|engine| engine.facts().spec.map(|spec| spec.max_model_len)).max();
+    longest.map_or(tokenized.count, |longest| tokenized.count.min(longest.saturating_sub(Tokens(1))))
+}
+
+fn with_request_id(mut response: Response, id: &str) -> Response {
+    if let Ok(id) = HeaderValue::from_str(id) {
+        response.headers_mut().insert("x-request-id", id);
+    }
+    response
+}
+
+async fn models(State(shared): State<Arc<Shared>>) -> Json<ModelList> {
+    Json(ModelList::new(shared.fleet.models()))
+}
+
+async fn model(State(shared): State<Arc<Shared>>, Path(id): Path<String>) -> Result<Json<ModelCard>, Refusal> {
+    choose_model(&shared.fleet, Some(&id)).map(Json)
+}
+
+/// Whether a request would find a replica; a vLLM client waits for this.
+async fn health(State(shared): State<Arc<Shared>>) -> Response {
+    if shared.fleet.any_ready() {
+        return Json(json!({ "status": "ok" })).into_response();
+    }
+    (StatusCode::SERVICE_UNAVAILABLE, Json(json!({ "status": "no replica is ready" }))).into_response()
+}
+
+/// The process answers.
+async fn live() -> Json<serde_json::Value> {
+    Json(json!({ "status": "live" }))
+}
+
+/// New requests are welcome: a replica is ready and the gateway is not shutting down.
+async fn ready(State(shared): State<Arc<Shared>>) -> Response {
+    let reason = match shared.fleet.stage() {
+        Stage::Serving if shared.fleet.any_ready() => return Json(json!({ "status": "ready" })).into_response(),
+        Stage::Serving => "no replica is ready",
+        Stage::Draining | Stage::Closing => "shutting down",
+    };
+    (StatusCode::SERVICE_UNAVAILABLE, Json(json!({ "status": reason }))).into_response()
+}
+
+async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
+    let page = shared.fleet.metrics.render(&shared.fleet);
+    ([(http::header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], page).into_response()
+}

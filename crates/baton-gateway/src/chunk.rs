@@ -1,0 +1,207 @@
+//! One event of an engine's stream, understood as far as the gateway needs it: whose output it is, how much, and what a client that
+//! did not ask for everything may see of it.
+
+use std::collections::BTreeSet;
+
+use baton_session::Fault;
+use baton_wire::{
+    openai::{ErrorBody, Usage},
+    sse,
+};
+use bytes::Bytes;
+use serde_json::value::RawValue;
+
+use crate::{
+    intake::{Api, Wishes},
+    json::RawObject,
+};
+
+/// What an event says.
+#[derive(Debug)]
+pub(crate) enum Reading {
+    Chunk(Box<Chunk>),
+    /// An error object; whatever follows it, the stream has failed.
+    Error(Option<ErrorBody>),
+}
+
+/// A chunk with its choices taken apart.
+#[derive(Debug)]
+pub(crate) struct Chunk {
+    pub(crate) object: RawObject,
+    pub(crate) choices: Vec<RawObject>,
+    /// One per choice, in their order.
+    pub(crate) pieces: Vec<Piece>,
+    pub(crate) usage: Option<Usage>,
+}
+
+/// What a chunk adds to one choice.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Piece {
+    pub(crate) choice: u32,
+    /// Tokens: counted where the engine lists them, else one for any text.
+    pub(crate) count: u32,
+    pub(crate) token_ids: Vec<u32>,
+    pub(crate) finish: Option<String>,
+}
+
+impl Piece {
+    /// The engine dropped the request; nobody here asks it to while still listening.
+    pub(crate) fn is_abort(&self) -> bool {
+        self.finish.as_deref() == Some("abort")
+    }
+}
+
+impl Reading {
+    /// Reads the data of one event. An error means that it is no OpenAI stream.
+    pub(crate) fn of(api: Api, data: &[u8]) -> Result<Self, Fault> {
+        let object: RawObject = serde_json::from_slice(data).map_err(|_| Fault::Garbled)?;
+        if object.given("error").is_some() {
+            return Ok(Self::Error(object.read("error").ok().flatten()));
+        }
+        let choices: Vec<RawObject> = object.read("choices").map_err(|_| Fault::Garbled)?.unwrap_or_default();
+        let pieces = choices.iter().map(|choice| piece(api, choice)).collect::<Result<_, _>>().map_err(|_| Fault::Garbled)?;
+        let usage = object.read("usage").ok().flatten();
+        Ok(Self::Chunk(Box::new(Chunk { object, choices, pieces, usage })))
+    }
+}
+
+fn piece(api: Api, choice: &RawObject) -> Result<Piece, serde_json::Error> {
+    let token_ids: Vec<u32> = choice.read("token_ids")?.unwrap_or_default();
+    let has_text = match api {
+        Api::Completions => is_text(choice.given("text")),
+        Api::Chat => choice.read::<RawObject>("delta")?.is_some_and(|delta| {
+            let text = ["content", "reasoning", "reasoning_content", "refusal"].into_iter().any(|field| is_text(delta.given(field)));
+            text || delta.given("tool_calls").is_some_and(|calls| calls.get() != "[]")
+        }),
+    };
+    Ok(Piece {
+        choice: choice.read("index")?.unwrap_or(0),
+        count: if token_ids.is_empty() { u32::from(has_text) } else { token_ids.len() as u32 },
+        token_ids,
+        finish: choice.read("finish_reason")?,
+    })
+}
+
+fn is_text(value: Option<&RawValue>) -> bool {
+    value.is_some_and(|value| value.get() != "\"\"")
+}
+
+/// Turns an engine's chunks into those of one client's stream: one id and one `created` over all attempts, and nothing that was not
+/// asked for.
+#[derive(Debug)]
+pub(crate) struct ClientView {
+    wishes: Wishes,
+    id: String,
+    created: Option<Box<RawValue>>,
+    /// Choices whose opening chunk (role, no output) was sent; a second attempt's is left out.
+    opened: BTreeSet<u32>,
+}
+
+impl ClientView {
+    pub(crate) fn new(wishes: Wishes, id: String) -> Self {
+        Self { wishes, id, created: None, opened: BTreeSet::new() }
+    }
+
+    /// The chunk as an event for the client; `None` when there is nothing in it for this client.
+    pub(crate) fn event(&mut self, chunk: Chunk) -> Option<Bytes> {
+        let Chunk { mut object, mut choices, pieces, .. } = chunk;
+        if choices.is_empty() && !self.wishes.usage {
+            return None;
+        }
+        if self.repeats_an_opening(&pieces) {
+            return None;
+        }
+        object.set("id", &self.id);
+        match (&self.created, object.given("created")) {
+            (Some(created), Some(_)) => object.set_raw("created", created.clone()),
+            (None, Some(created)) => self.created = Some(created.to_owned()),
+            (_, None) => {}
+        }
+        if !choices.is_empty() && !self.wishes.continuous_usage && object.given("usage").is_some() {
+            object.remove("usage");
+        }
+        if !self.wishes.token_ids {
+            object.set_null_if_present("prompt_token_ids");
+            let mut changed = false;
+            for choice in &mut choices {
+                changed |= choice.set_null_if_present("token_ids") | choice.set_null_if_present("prompt_token_ids");
+            }
+            if changed {
+                object.set("choices", &choices);
+            }
+        }
+        Some(sse::encode_json(&object))
+    }
+
+    fn repeats_an_opening(&mut self, pieces: &[Piece]) -> bool {
+        let is_opening = !pieces.is_empty() && pieces.iter().all(|piece| piece.count == 0 && piece.finish.is_none());
+        let new = pieces.iter().fold(false, |new, piece| self.opened.insert(piece.choice) | new);
+        is_opening && !new
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WISHES: Wishes = Wishes { stream: true, usage: false, continuous_usage: false, token_ids: false };
+
+    fn chunk(api: Api, data: &str) -> Chunk {
+        match Reading::of(api, data.as_bytes()).unwrap() {
+            Reading::Chunk(chunk) => *chunk,
+            Reading::Error(error) => panic!("{error:?}"),
+        }
+    }
+
+    fn view(wishes: Wishes, api: Api, data: &[&str]) -> Vec<String> {
+        let mut view = ClientView::new(wishes, "chatcmpl-x".into());
+        let events = data.iter().filter_map(|data| view.event(chunk(api, data)));
+        events.map(|event| String::from_utf8(event.to_vec()).unwrap()).collect()
+    }
+
+    #[test]
+    fn a_client_sees_what_it_would_see_without_a_gateway() {
+        let asked = r#"{"id":"a","created":5,"choices":[{"index":0,"delta":{"content":"The"},"logprobs":{"x":-1e-05},"finish_reason":null,"token_ids":[504]}],"usage":{"prompt_tokens":41,"total_tokens":42,"completion_tokens":1}}"#;
+        let plain = "data: {\"id\":\"chatcmpl-x\",\"created\":5,\"choices\":[{\"index\":0,\"delta\":{\"content\":\"The\"},\"logprobs\":{\"x\":-1e-05},\"finish_reason\":null,\"token_ids\":null}]}\n\n";
+        assert_eq!(view(WISHES, Api::Chat, &[asked]), [plain]);
+        let all = Wishes { usage: true, continuous_usage: true, token_ids: true, ..WISHES };
+        assert_eq!(view(all, Api::Chat, &[asked]), [format!("data: {}\n\n", asked.replace("\"a\"", "\"chatcmpl-x\""))]);
+    }
+
+    #[test]
+    fn the_usage_chunk_is_for_those_who_asked() {
+        let usage = r#"{"id":"a","choices":[],"usage":{"prompt_tokens":1,"total_tokens":2,"completion_tokens":1}}"#;
+        assert_eq!(view(WISHES, Api::Chat, &[usage]).len(), 0);
+        assert_eq!(view(Wishes { usage: true, ..WISHES }, Api::Chat, &[usage]).len(), 1);
+    }
+
+    #[test]
+    fn a_second_attempt_does_not_open_again_and_keeps_the_time_of_the_first() {
+        let opening =
+            |created: u32| format!(r#"{{"created":{created},"choices":[{{"index":0,"delta":{{"role":"assistant","content":""}}}}]}}"#);
+        let text = r#"{"created":9,"choices":[{"index":0,"delta":{"content":"a"}}]}"#;
+        let events = view(WISHES, Api::Chat, &[&opening(5), &opening(9), text]);
+        assert_eq!(events.len(), 2);
+        assert!(events[1].contains("\"created\":5"));
+    }
+
+    #[test]
+    fn output_is_counted_by_ids_or_by_text() {
+        let piece = |api, data| chunk(api, data).pieces.remove(0);
+        let counted = |api, data| piece(api, data).count;
+        assert_eq!(counted(Api::Completions, r#"{"choices":[{"index":0,"text":"","token_ids":[1,2]}]}"#), 2);
+        assert_eq!(counted(Api::Completions, r#"{"choices":[{"index":0,"text":"abc"}]}"#), 1);
+        assert_eq!(counted(Api::Chat, r#"{"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}"#), 0);
+        assert_eq!(counted(Api::Chat, r#"{"choices":[{"index":1,"delta":{"content":null,"tool_calls":[{"index":0}]}}]}"#), 1);
+        assert!(piece(Api::Completions, r#"{"choices":[{"index":0,"text":"","finish_reason":"abort"}]}"#).is_abort());
+    }
+
+    #[test]
+    fn an_error_object_is_no_chunk() {
+        let error =
+            r#"{"error": {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "param": null, "code": 500}}"#;
+        assert!(matches!(Reading::of(Api::Chat, error.as_bytes()), Ok(Reading::Error(Some(body))) if body.code == 500));
+        assert!(matches!(Reading::of(Api::Chat, br#"{"error":"text"}"#), Ok(Reading::Error(None))));
+        assert_eq!(Reading::of(Api::Chat, b"<html>").unwrap_err(), Fault::Garbled);
+    }
+}

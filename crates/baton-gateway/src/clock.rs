@@ -1,0 +1,26 @@
+use std::time::Duration;
+
+use baton_units::Time;
+use tokio::time::Instant;
+
+/// The gateway's time: nanoseconds since it started.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Clock {
+    start: Instant,
+}
+
+impl Clock {
+    pub(crate) fn new() -> Self {
+        Self { start: Instant::now() }
+    }
+
+    pub(crate) fn now(&self) -> Time {
+        Time(u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX))
+    }
+
+    /// The moment for tokio's timers; far away for [`Time::NEVER`].
+    pub(crate) fn instant(&self, time: Time) -> Instant {
+        const FAR: Duration = Duration::from_hours(24 * 365);
+        self.start + Duration::from_nanos(time.0).min(FAR)
+    }
+}

@@ -1,0 +1,387 @@
+//! The gateway's configuration file.
+//!
+//! ```
+//! let config = baton_gateway::GatewayConfig::from_toml(r#"
+//!     [gateway]
+//!     bind = "127.0.0.1:8080"
+//!
+//!     [[engines]]
+//!     url = "http://127.0.0.1:8101"
+//!     kind = "vllm"
+//!
+//!     [policy]
+//!     name = "price"
+//! "#).unwrap();
+//! assert_eq!(config.engines.len(), 1);
+//! ```
+
+use std::{fmt, net::SocketAddr, time::Duration};
+
+use baton_policy::{PolicyName, PriceWeights, RouterConfig};
+use serde::{Deserialize, Deserializer};
+
+use crate::{engine::BaseUrl, prompt::KEY_MODEL};
+
+/// Everything that `baton serve --config FILE` reads.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct GatewayConfig {
+    pub gateway: FrontConfig,
+    pub engines: Vec<EngineConfig>,
+    pub policy: PolicyConfig,
+}
+
+/// `[gateway]`: the front door and its bounds.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct FrontConfig {
+    /// Address to listen on. Default `127.0.0.1:8080`.
+    pub bind: SocketAddr,
+    /// Time that running streams get to finish after SIGTERM; the rest end with an error event. Default `"30s"`. Higher: fewer cut
+    /// streams, slower restarts.
+    #[serde(deserialize_with = "duration")]
+    pub drain_timeout: Duration,
+    /// Longest life of a request, waiting included. Default `"1h"`. Higher: a forgotten client holds its place longer.
+    #[serde(deserialize_with = "duration")]
+    pub request_timeout: Duration,
+    /// Longest silence of an engine after its first token, and longest time that a client may leave its stream unread. Default
+    /// `"2m"`. Higher: hangs are found later; lower: slow steps are taken for hangs.
+    #[serde(deserialize_with = "duration")]
+    pub stall_timeout: Duration,
+    /// Least time that an engine gets for its first token. Default `"60s"`. Higher: hangs are found later.
+    #[serde(deserialize_with = "duration")]
+    pub first_token_timeout: Duration,
+    /// An engine gets this many times the predicted time to the first token when that is longer. Default 10.
+    pub first_token_factor: f64,
+    /// Time to open a connection to an engine. Default `"2s"`.
+    #[serde(deserialize_with = "duration")]
+    pub connect_timeout: Duration,
+    /// Attempts for one request, the first included; only while the client has seen no output. Default 3. Higher: more failures are
+    /// hidden, and a request that kills engines kills more of them.
+    pub attempts: u32,
+    /// Largest request body. Default `"64MiB"`. Higher: more memory for one request.
+    #[serde(deserialize_with = "bytes")]
+    pub body_limit: usize,
+    /// Most choices (`n` times prompts) in one request. Default 128.
+    pub choices_limit: u32,
+    /// Idle connections kept to each engine. Default 64. Higher: fewer connects under bursts, more sockets.
+    pub idle_connections: usize,
+    /// Stream non-streaming requests from engines that allow it and assemble the answer here, so that a failed attempt can be
+    /// repeated and load is seen token by token. Default true.
+    pub assemble: bool,
+    /// Let clients send `chat_template`. Default false: a template is a program that runs on the engine.
+    pub client_chat_template: bool,
+    /// Key for `/baton/v1`, as `Authorization: Bearer KEY`. Without one those paths exist only when `bind` is a loopback address.
+    pub admin_key: Option<String>,
+}
+
+/// `[[engines]]`: one replica.
+#[derive(Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EngineConfig {
+    /// Where its HTTP server is, for example `http://10.0.0.5:8000`. TLS is not spoken here; put a proxy beside the engine.
+    pub url: BaseUrl,
+    /// What it is; decides which of its abilities are used.
+    pub kind: EngineKind,
+    /// Name in metrics and the admin API. Default `r0`, `r1`, … by position.
+    #[serde(default)]
+    pub name: Option<String>,
+    /// Sent as `Authorization: Bearer KEY`; clients' own credentials never reach an engine.
+    #[serde(default)]
+    pub key: Option<String>,
+    /// Models that it serves, where its `/v1/models` does not say.
+    #[serde(default)]
+    pub models: Vec<String>,
+    /// Prompt and output together, in tokens, where the engine does not say. Default: no limit known.
+    #[serde(default)]
+    pub max_model_len: Option<u32>,
+    /// Tokens per KV block, where the engine does not say. Default 16.
+    #[serde(default)]
+    pub block_size: Option<u32>,
+    /// KV blocks, where the engine does not say. Default 8192.
+    #[serde(default)]
+    pub kv_blocks: Option<u32>,
+    /// Requests that it runs at once, where it does not say. Default 256, vLLM's `--max-num-seqs`.
+    #[serde(default)]
+    pub max_running: Option<u32>,
+    /// Tokens that it computes in one step. Default 2048, vLLM's `--max-num-batched-tokens` for serving.
+    #[serde(default)]
+    pub token_budget: Option<u32>,
+    /// ZMQ endpoint of its KV events, where it cannot be asked. A concrete host is dialled from here, unlike in vLLM's own rule.
+    #[serde(default)]
+    pub kv_events: Option<String>,
+    /// ZMQ endpoint for replay of KV events.
+    #[serde(default)]
+    pub kv_replay: Option<String>,
+    /// Whether it orders requests by priority (vLLM's `--scheduling-policy priority`); vLLM refuses the field without it. Default
+    /// true for `baton`, false otherwise.
+    #[serde(default)]
+    pub priorities: Option<bool>,
+}
+
+/// `[policy]`: where requests go.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct PolicyConfig {
+    /// Rule by which a replica is chosen. Default `price`.
+    #[serde(deserialize_with = "from_str")]
+    pub name: PolicyName,
+    /// Seed of ties and of random rules. Default 0.
+    pub seed: u64,
+    /// Requests that may wait at the gateway for a place; one more is refused with 429. Default 1024. Higher: longer waits before a
+    /// refusal.
+    pub queue: usize,
+    /// Longest wait for a place; after it a request goes to the best replica whatever its queue. Default `"30s"`. Higher: fewer requests
+    /// bound to a busy replica, longer waits.
+    #[serde(deserialize_with = "duration")]
+    pub hold_timeout: Duration,
+    /// Decisions kept for `/baton/v1/decisions`. Default 4096; about 1 KiB each and more with many replicas.
+    pub decisions: usize,
+    /// Weights of the terms of `price`; all 1 but `decode`, which is 0.1. Zero switches a term off.
+    pub weights: PriceWeights,
+}
+
+/// What an engine is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum EngineKind {
+    Baton,
+    Vllm,
+    Sglang,
+    LlamaCpp,
+    OpenAi,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error("the configuration cannot be read: {0}")]
+    Toml(#[from] toml::de::Error),
+    #[error("no [[engines]] are configured; name at least one url and kind")]
+    NoEngines,
+    #[error("{option} = {value}: {want}")]
+    OutOfRange { option: &'static str, value: String, want: &'static str },
+}
+
+impl GatewayConfig {
+    /// Reads and checks a configuration file.
+    pub fn from_toml(text: &str) -> Result<Self, ConfigError> {
+        let config: Self = toml::from_str(text)?;
+        if config.engines.is_empty() {
+            return Err(ConfigError::NoEngines);
+        }
+        config.check()?;
+        Ok(config)
+    }
+
+    /// Refuses values with which nothing would work.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let front = &self.gateway;
+        let positive = |option, value: u64| {
+            if value > 0 { Ok(()) } else { Err(ConfigError::OutOfRange { option, value: value.to_string(), want: "must be at least 1" }) }
+        };
+        positive("gateway.attempts", front.attempts.into())?;
+        positive("gateway.body_limit", front.body_limit as u64)?;
+        positive("gateway.choices_limit", front.choices_limit.into())?;
+        positive("policy.decisions", self.policy.decisions as u64)?;
+        for engine in &self.engines {
+            for (option, value) in [
+                ("engines.max_model_len", engine.max_model_len),
+                ("engines.block_size", engine.block_size),
+                ("engines.kv_blocks", engine.kv_blocks),
+                ("engines.max_running", engine.max_running),
+                ("engines.token_budget", engine.token_budget),
+            ] {
+                value.map_or(Ok(()), |value| positive(option, value.into()))?;
+            }
+        }
+        if !(front.first_token_factor >= 1.0) {
+            let value = front.first_token_factor.to_string();
+            return Err(ConfigError::OutOfRange { option: "gateway.first_token_factor", value, want: "must be at least 1" });
+        }
+        Ok(())
+    }
+}
+
+impl Default for FrontConfig {
+    fn default() -> Self {
+        Self {
+            bind: SocketAddr::from(([127, 0, 0, 1], 8080)),
+            drain_timeout: Duration::from_secs(30),
+            request_timeout: Duration::from_hours(1),
+            stall_timeout: Duration::from_mins(2),
+            first_token_timeout: Duration::from_mins(1),
+            first_token_factor: 10.0,
+            connect_timeout: Duration::from_secs(2),
+            attempts: 3,
+            body_limit: 64 << 20,
+            choices_limit: 128,
+            idle_connections: 64,
+            assemble: true,
+            client_chat_template: false,
+            admin_key: None,
+        }
+    }
+}
+
+impl Default for PolicyConfig {
+    fn default() -> Self {
+        Self {
+            name: PolicyName::Price,
+            seed: 0,
+            queue: 1024,
+            hold_timeout: Duration::from_secs(30),
+            decisions: 4096,
+            weights: PriceWeights::default(),
+        }
+    }
+}
+
+impl PolicyConfig {
+    pub(crate) fn router(&self) -> RouterConfig {
+        RouterConfig {
+            policy: self.name,
+            model: KEY_MODEL.to_owned(),
+            held_max: self.queue,
+            held_for: self.hold_timeout,
+            decisions_kept: self.decisions,
+            weights: self.weights,
+            ..RouterConfig::default()
+        }
+    }
+}
+
+impl EngineConfig {
+    /// An engine of which only address and kind are known.
+    pub fn new(url: BaseUrl, kind: EngineKind) -> Self {
+        Self {
+            url,
+            kind,
+            name: None,
+            key: None,
+            models: Vec::new(),
+            max_model_len: None,
+            block_size: None,
+            kv_blocks: None,
+            max_running: None,
+            token_budget: None,
+            kv_events: None,
+            kv_replay: None,
+            priorities: None,
+        }
+    }
+}
+
+impl fmt::Debug for EngineConfig {
+    /// Leaves the key out.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EngineConfig").field("url", &self.url).field("kind", &self.kind).field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl EngineKind {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Baton => "baton",
+            Self::Vllm => "vllm",
+            Self::Sglang => "sglang",
+            Self::LlamaCpp => "llamacpp",
+            Self::OpenAi => "openai",
+        }
+    }
+
+    /// `return_token_ids` gives each chunk's token ids. Both engines also stream everything that an assembled answer needs.
+    pub fn gives_token_ids(self) -> bool {
+        matches!(self, Self::Baton | Self::Vllm)
+    }
+
+    /// `stream_options.include_usage` is understood. An unknown server may refuse a field that its client did not send.
+    pub fn gives_usage(self) -> bool {
+        !matches!(self, Self::OpenAi)
+    }
+
+    /// `cache_salt` separates prefix caches.
+    pub fn takes_salt(self) -> bool {
+        matches!(self, Self::Baton | Self::Vllm | Self::Sglang)
+    }
+
+    /// It reports fitted step coefficients itself.
+    pub fn reports_steps(self) -> bool {
+        matches!(self, Self::Baton)
+    }
+
+    /// Every choice of a stream gets a finish reason before `[DONE]`.
+    pub fn finishes_every_choice(self) -> bool {
+        matches!(self, Self::Baton | Self::Vllm)
+    }
+}
+
+fn duration<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    humantime::parse_duration(&text).map_err(|error| serde::de::Error::custom(format!("{text:?} is no duration like \"250ms\": {error}")))
+}
+
+fn from_str<'de, D: Deserializer<'de>, T: std::str::FromStr<Err: fmt::Display>>(deserializer: D) -> Result<T, D::Error> {
+    String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+}
+
+/// `"64MiB"`, `"512KiB"`, or a plain number of bytes.
+fn bytes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<usize, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Size {
+        Bytes(usize),
+        Text(String),
+    }
+    let text = match Size::deserialize(deserializer)? {
+        Size::Bytes(bytes) => return Ok(bytes),
+        Size::Text(text) => text,
+    };
+    let digits = text.find(|character: char| !character.is_ascii_digit()).unwrap_or(text.len());
+    let unit: usize = match text[digits..].trim() {
+        "" | "B" => 1,
+        "KiB" => 1 << 10,
+        "MiB" => 1 << 20,
+        "GiB" => 1 << 30,
+        unit => return Err(serde::de::Error::custom(format!("{unit:?} is no unit of bytes; use B, KiB, MiB or GiB"))),
+    };
+    let count = text[..digits].parse::<usize>().ok().and_then(|count| count.checked_mul(unit));
+    count.ok_or_else(|| serde::de::Error::custom(format!("{text:?} is no size like \"64MiB\"")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ENGINE: &str = "[[engines]]\nurl = \"http://127.0.0.1:1\"\nkind = \"vllm\"\n";
+
+    fn error(text: &str) -> String {
+        GatewayConfig::from_toml(text).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn durations_sizes_and_names_are_read() {
+        let text = format!("[gateway]\ndrain_timeout = \"250ms\"\nbody_limit = \"2KiB\"\n{ENGINE}[policy]\nname = \"round-robin\"\n");
+        let config = GatewayConfig::from_toml(&text).unwrap();
+        assert_eq!(config.gateway.drain_timeout, Duration::from_millis(250));
+        assert_eq!(config.gateway.body_limit, 2048);
+        assert_eq!(config.policy.name, PolicyName::RoundRobin);
+        assert_eq!(config.engines[0].kind, EngineKind::Vllm);
+    }
+
+    #[test]
+    fn what_cannot_work_is_refused_with_its_name() {
+        assert!(error(&format!("[gateway]\nattemps = 3\n{ENGINE}")).contains("attemps"));
+        assert!(error(&format!("[gateway]\nattempts = 0\n{ENGINE}")).contains("gateway.attempts"));
+        assert!(error(&format!("[gateway]\ndrain_timeout = 3\n{ENGINE}")).contains("drain_timeout"));
+        assert!(error(&format!("[policy]\nname = \"cheapest\"\n{ENGINE}")).contains("cheapest"));
+        assert!(error("[gateway]\n").contains("[[engines]]"));
+        assert!(error("[[engines]]\nurl = \"https://a\"\nkind = \"vllm\"\n").contains("https"));
+    }
+
+    #[test]
+    fn a_key_is_not_printed() {
+        let mut engine = EngineConfig::new("http://h:1".parse().unwrap(), EngineKind::OpenAi);
+        engine.key = Some("secret".into());
+        assert!(!format!("{engine:?}").contains("secret"));
+    }
+}

@@ -1,0 +1,195 @@
+//! What the gateway does about its engines without being asked: one watcher an engine, which probes it, tells the router what it
+//! learns, and follows its KV events.
+
+mod kv_events;
+mod prometheus;
+mod sighting;
+
+use std::{sync::Arc, time::Duration};
+
+use baton_policy::ReplicaState;
+use baton_units::{Incarnation, Time};
+use tokio::task::JoinHandle;
+
+use crate::{
+    config::EngineKind,
+    engine::{Engine, Health},
+    fleet::Fleet,
+    upstream::FetchError,
+};
+use sighting::Sighting;
+
+/// Between probes of an engine that answers.
+const PROBE_EVERY: Duration = Duration::from_millis(250);
+/// The same for Baton's own replicas, whose report is cheap and carries the load.
+const REPORT_EVERY: Duration = Duration::from_millis(100);
+/// Longest pause between probes of one that does not; a replica that returns is used within twice this.
+const PROBE_PAUSE_MAX: Duration = Duration::from_secs(1);
+/// A busy vLLM answers its probes late: its HTTP server shares a process with tokenizing.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Probes in a row without an answer that make a replica suspect, and dead.
+const UNANSWERED_SUSPECT: u32 = 2;
+const UNANSWERED_DEAD: u32 = 4;
+/// Between looks at an engine's list of models, since adapters come and go.
+const MODELS_EVERY: Duration = Duration::from_secs(10);
+
+/// Stops its task when dropped.
+#[derive(Debug)]
+pub(crate) struct TaskGuard(JoinHandle<()>);
+
+impl TaskGuard {
+    pub(crate) fn spawn(task: impl Future<Output = ()> + Send + 'static) -> Self {
+        Self(tokio::spawn(task))
+    }
+}
+
+impl Drop for TaskGuard {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// Watches one engine for as long as it is part of the fleet.
+pub(crate) async fn watch(fleet: Arc<Fleet>, engine: Arc<Engine>) {
+    let mut watcher = Watcher { fleet, engine, unanswered: 0, models_at: None, events: None };
+    let mut pause = PROBE_EVERY;
+    loop {
+        let asked_at = watcher.fleet.clock.now();
+        match watcher.probe().await {
+            Ok(sighting) => {
+                watcher.seen(sighting, asked_at).await;
+                pause = if watcher.engine.config.kind == EngineKind::Baton { REPORT_EVERY } else { PROBE_EVERY };
+            }
+            Err(error) => {
+                watcher.unseen(&error);
+                pause = (pause * 2).clamp(PROBE_EVERY, PROBE_PAUSE_MAX);
+            }
+        }
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            () = watcher.engine.probe.notified() => {}
+        }
+    }
+}
+
+struct Watcher {
+    fleet: Arc<Fleet>,
+    engine: Arc<Engine>,
+    unanswered: u32,
+    models_at: Option<Time>,
+    events: Option<(kv_events::Stream, TaskGuard)>,
+}
+
+impl Watcher {
+    async fn probe(&self) -> Result<Sighting, FetchError> {
+        sighting::probe(&self.fleet.upstream, &self.engine, PROBE_TIMEOUT).await
+    }
+
+    /// The engine answered.
+    async fn seen(&mut self, sighting: Sighting, asked_at: Time) {
+        self.unanswered = 0;
+        let (life, began) = self.life(&sighting);
+        let models_due = self.models_at.is_none_or(|at| asked_at.since(at) >= MODELS_EVERY);
+        if began || models_due {
+            self.look_at_models(began).await;
+            self.models_at = Some(asked_at);
+        }
+        self.tell_router(&sighting, life, began, asked_at);
+        self.follow_events(life);
+    }
+
+    /// Which life of the engine this is, and whether it has just begun (or begun again after silence).
+    fn life(&self, sighting: &Sighting) -> (Incarnation, bool) {
+        let mut facts = self.engine.facts();
+        let other = facts.mark != sighting.mark && sighting.mark.is_some();
+        // Without a mark, a process that went away must be taken for another one when it is back.
+        let unmarked_return = sighting.mark.is_none() && facts.health == Health::Dead;
+        if facts.life == Incarnation(0) || other || unmarked_return {
+            facts.life.0 += 1;
+            facts.mark = sighting.mark;
+            facts.spec = None;
+        }
+        (facts.life, facts.spec.is_none() || facts.health != Health::Ready)
+    }
+
+    async fn look_at_models(&self, began: bool) {
+        let models = sighting::models(&self.fleet.upstream, &self.engine, PROBE_TIMEOUT).await;
+        let source = if began { sighting::kv_source(&self.fleet.upstream, &self.engine, PROBE_TIMEOUT).await } else { None };
+        let mut facts = self.engine.facts();
+        match models {
+            Ok(models) if !models.is_empty() => facts.models = models,
+            Ok(_) => {}
+            Err(error) => tracing::debug!(replica = %self.engine.name, %error, "no list of models"),
+        }
+        if source.is_some() {
+            facts.kv_source = source;
+        }
+    }
+
+    fn tell_router(&self, sighting: &Sighting, life: Incarnation, began: bool, asked_at: Time) {
+        let spec = {
+            let mut facts = self.engine.facts();
+            if let Some(source) = &sighting.kv_source {
+                facts.kv_source = Some(source.clone());
+            }
+            facts.load = sighting.load(asked_at);
+            if let Some(error) = sighting.step_error {
+                facts.step_error = error;
+            }
+            let spec = sighting.spec(&self.engine, &facts, life);
+            let changed = facts.spec.replace(spec) != Some(spec);
+            let was = std::mem::replace(&mut facts.health, Health::Ready);
+            if was != Health::Ready {
+                tracing::info!(replica = %self.engine.name, url = %facts.url, life = life.0, "replica is ready");
+            }
+            changed.then_some(spec)
+        };
+        match spec {
+            // Only the engine's speed moved: no new shape.
+            Some(spec) if !began && sighting.step.is_some() => self.fleet.with_router(|router, now| {
+                router.update_step(self.engine.id, spec.step);
+                router.upsert_replica(spec, now);
+            }),
+            Some(spec) => self.fleet.engine_ready(spec),
+            None if began => {
+                let spec = self.engine.facts().spec;
+                spec.into_iter().for_each(|spec| self.fleet.engine_ready(spec));
+            }
+            None => {}
+        }
+        if let Some(load) = sighting.load(asked_at) {
+            self.fleet.with_router(|router, now| router.report(self.engine.id, load, now));
+        }
+    }
+
+    fn follow_events(&mut self, life: Incarnation) {
+        let wanted = kv_events::Stream::of(&self.engine, life);
+        if self.events.as_ref().map(|(stream, _)| stream) == wanted.as_ref() {
+            return;
+        }
+        self.events = wanted.map(|stream| {
+            let task = kv_events::follow(self.fleet.clone(), self.engine.id, stream.clone());
+            (stream, TaskGuard::spawn(task))
+        });
+    }
+
+    /// The engine did not answer, or says that it cannot serve.
+    fn unseen(&mut self, error: &FetchError) {
+        self.unanswered += 1;
+        let health = self.engine.facts().health;
+        let verdict = match error {
+            FetchError::Unreachable => Health::Dead,
+            FetchError::Status(_) | FetchError::Broken | FetchError::Unreadable(_) => Health::Suspect,
+            FetchError::TimedOut(_) if self.unanswered >= UNANSWERED_SUSPECT => Health::Suspect,
+            FetchError::TimedOut(_) => return,
+        };
+        let verdict = if self.unanswered >= UNANSWERED_DEAD { Health::Dead } else { verdict };
+        if health == Health::Unknown || health == Health::Dead || health == verdict {
+            return;
+        }
+        self.engine.facts().health = verdict;
+        tracing::warn!(replica = %self.engine.name, %error, state = ?verdict, "replica does not answer");
+        let state = if verdict == Health::Dead { ReplicaState::Dead } else { ReplicaState::Suspect };
+        self.fleet.with_router(|router, now| router.set_state(self.engine.id, state, now));
+    }
+}

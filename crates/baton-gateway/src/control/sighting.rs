@@ -1,0 +1,265 @@
+//! One look at an engine, by what its kind shows.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use baton_cost::StepCoefficients;
+use baton_policy::{Discipline, LoadReport, ReplicaSpec};
+use baton_units::{BlockSize, Blocks, Incarnation, Time, Tokens};
+use baton_wire::{
+    openai::{ModelCard, ModelList},
+    replica::{KvEventSource, Report},
+};
+use bytes::Bytes;
+use http::Method;
+use serde::Deserialize;
+
+use super::prometheus;
+use crate::{
+    config::EngineKind,
+    engine::{Engine, Facts},
+    upstream::{FetchError, Upstream},
+};
+
+/// What an engine showed of itself; what it does not show is `None`.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct Sighting {
+    /// Differs in each life of the process.
+    pub(super) mark: Option<u64>,
+    block_size: Option<u32>,
+    kv_blocks: Option<u32>,
+    kv_blocks_free: Option<u32>,
+    max_model_len: Option<u32>,
+    max_running: Option<u32>,
+    token_budget: Option<u32>,
+    /// In real seconds.
+    pub(super) step: Option<StepCoefficients>,
+    pub(super) step_error: Option<f64>,
+    waiting: Option<u32>,
+    running: Option<u32>,
+    prefill_backlog: Option<u32>,
+    pub(super) kv_source: Option<KvEventSource>,
+}
+
+/// Asks an engine how it is.
+pub(super) async fn probe(upstream: &Upstream, engine: &Engine, timeout: Duration) -> Result<Sighting, FetchError> {
+    let get = |path: &'static str| get(upstream, engine, path, timeout);
+    match engine.config.kind {
+        EngineKind::Baton => {
+            let report: Report = read(&get("/baton/v1/replica").await?)?;
+            Ok(Sighting::of_report(&report))
+        }
+        EngineKind::Vllm => {
+            // /metrics answers even when the engine core is dead.
+            get("/health").await?;
+            Ok(Sighting::of_vllm(&String::from_utf8_lossy(&get("/metrics").await?)))
+        }
+        EngineKind::Sglang => {
+            get("/health").await?;
+            let page = get("/metrics").await.unwrap_or_default();
+            Ok(Sighting::of_sglang(&String::from_utf8_lossy(&page)))
+        }
+        EngineKind::LlamaCpp => {
+            get("/health").await?;
+            let props = get("/props").await.ok().and_then(|props| read(&props).ok()).unwrap_or_default();
+            let page = get("/metrics").await.unwrap_or_default();
+            Ok(Sighting::of_llamacpp(&props, &String::from_utf8_lossy(&page)))
+        }
+        EngineKind::OpenAi => get("/v1/models").await.map(|_| Sighting::default()),
+    }
+}
+
+/// The models that an engine lists.
+pub(super) async fn models(upstream: &Upstream, engine: &Engine, timeout: Duration) -> Result<Vec<ModelCard>, FetchError> {
+    Ok(read::<ModelList>(&get(upstream, engine, "/v1/models", timeout).await?)?.data)
+}
+
+/// Where an engine publishes its KV events: as configured, else as vLLM tells.
+pub(super) async fn kv_source(upstream: &Upstream, engine: &Engine, timeout: Duration) -> Option<KvEventSource> {
+    if let Some(endpoint) = &engine.config.kv_events {
+        return Some(KvEventSource { endpoint: endpoint.clone(), replay_endpoint: engine.config.kv_replay.clone(), topic: String::new() });
+    }
+    if engine.config.kind != EngineKind::Vllm {
+        return None;
+    }
+    // Absent in older releases and where events are off: then the router's own ledger has to do.
+    let body = get(upstream, engine, "/kv_event_sources", timeout).await.ok()?;
+    vllm_source(&body)
+}
+
+async fn get(upstream: &Upstream, engine: &Engine, path: &str, timeout: Duration) -> Result<Bytes, FetchError> {
+    upstream.fetch(Method::GET, engine.url().join(path), engine.config.key.as_deref(), timeout).await
+}
+
+fn read<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T, FetchError> {
+    serde_json::from_slice(body).map_err(|error| FetchError::Unreadable(error.to_string()))
+}
+
+fn vllm_source(body: &[u8]) -> Option<KvEventSource> {
+    #[derive(Deserialize)]
+    struct Source {
+        endpoint: Option<String>,
+        replay_endpoint: Option<String>,
+        #[serde(default)]
+        topic: String,
+        #[serde(default)]
+        enable_kv_cache_events: bool,
+    }
+    // By data-parallel rank; the index follows one stream, so an engine with several ranks is followed by its first.
+    let sources: BTreeMap<String, Source> = serde_json::from_slice(body).ok()?;
+    let source = sources.into_values().find(|source| source.enable_kv_cache_events)?;
+    Some(KvEventSource { endpoint: source.endpoint?, replay_endpoint: source.replay_endpoint, topic: source.topic })
+}
+
+/// What llama.cpp's `/props` says.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct LlamaProps {
+    total_slots: Option<u32>,
+    default_generation_settings: LlamaSettings,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct LlamaSettings {
+    /// Context of one slot.
+    n_ctx: Option<u32>,
+}
+
+impl Sighting {
+    fn of_report(report: &Report) -> Self {
+        Self {
+            mark: Some(report.incarnation),
+            block_size: Some(report.block_size),
+            kv_blocks: Some(report.kv_blocks_total),
+            kv_blocks_free: Some(report.kv_blocks_free),
+            max_model_len: Some(report.max_model_len),
+            max_running: Some(report.max_running),
+            token_budget: Some(report.token_budget),
+            step: Some(report.step.scaled(report.time_scale)),
+            step_error: Some(report.step_error),
+            waiting: Some(report.waiting),
+            running: Some(report.running),
+            prefill_backlog: Some(u32::try_from(report.prefill_backlog_tokens).unwrap_or(u32::MAX)),
+            kv_source: report.kv_events.clone(),
+        }
+    }
+
+    fn of_vllm(page: &str) -> Self {
+        let count = |name| prometheus::sum(page, name).map(|value| value as u32);
+        let info = |label| prometheus::label(page, "vllm:cache_config_info", label).and_then(|value| value.parse::<u32>().ok());
+        let kv_blocks = info("num_gpu_blocks");
+        let used = prometheus::sum(page, "vllm:kv_cache_usage_perc");
+        Self {
+            mark: prometheus::sum(page, "process_start_time_seconds").map(f64::to_bits),
+            block_size: info("block_size"),
+            kv_blocks,
+            kv_blocks_free: kv_blocks.zip(used).map(|(blocks, used)| (f64::from(blocks) * (1.0 - used)) as u32),
+            waiting: count("vllm:num_requests_waiting"),
+            running: count("vllm:num_requests_running"),
+            ..Self::default()
+        }
+    }
+
+    fn of_sglang(page: &str) -> Self {
+        let count = |name| prometheus::sum(page, name).map(|value| value as u32);
+        let info = |label| prometheus::label(page, "sglang:cache_config_info", label).and_then(|value| value.parse::<u32>().ok());
+        let kv_blocks = info("num_pages");
+        let used = prometheus::sum(page, "sglang:token_usage");
+        Self {
+            mark: prometheus::sum(page, "process_start_time_seconds").map(f64::to_bits),
+            block_size: info("page_size"),
+            kv_blocks,
+            kv_blocks_free: kv_blocks.zip(used).map(|(blocks, used)| (f64::from(blocks) * (1.0 - used)) as u32),
+            waiting: count("sglang:num_queue_reqs"),
+            running: count("sglang:num_running_reqs"),
+            ..Self::default()
+        }
+    }
+
+    fn of_llamacpp(props: &LlamaProps, page: &str) -> Self {
+        let count = |name| prometheus::sum(page, name).map(|value| value as u32);
+        Self {
+            max_model_len: props.default_generation_settings.n_ctx,
+            max_running: props.total_slots,
+            // Slots hold their context each; blocks are only our way to count it.
+            kv_blocks: props.default_generation_settings.n_ctx.zip(props.total_slots).map(|(context, slots)| context / 16 * slots),
+            block_size: props.total_slots.map(|_| 16),
+            waiting: count("llamacpp:requests_deferred"),
+            running: count("llamacpp:requests_processing"),
+            ..Self::default()
+        }
+    }
+
+    /// The shape for the router: shown, else configured, else a stated default.
+    pub(super) fn spec(&self, engine: &Engine, facts: &Facts, life: Incarnation) -> ReplicaSpec {
+        let config = &engine.config;
+        let listed = facts.models.iter().filter_map(|card| card.max_model_len).max();
+        let max_model_len = self.max_model_len.or(config.max_model_len).or(listed).unwrap_or(u32::MAX);
+        let block_size = self.block_size.or(config.block_size).and_then(BlockSize::new).unwrap_or_default();
+        let budget = Tokens(self.token_budget.unwrap_or_else(|| engine.token_budget()));
+        ReplicaSpec {
+            id: engine.id,
+            incarnation: life,
+            block_size,
+            kv_blocks: Blocks(self.kv_blocks.or(config.kv_blocks).unwrap_or(8192)),
+            max_model_len: Tokens(max_model_len),
+            max_running: self.max_running.or(config.max_running).unwrap_or(256),
+            discipline: Discipline::Chunked { budget },
+            step: self.step.unwrap_or_else(|| facts.calibrator.fit()),
+        }
+    }
+
+    /// The load, where the engine shows all of it; a part would be read as an idle engine.
+    pub(super) fn load(&self, taken_at: Time) -> Option<LoadReport> {
+        Some(LoadReport {
+            taken_at,
+            waiting: self.waiting?,
+            running: self.running?,
+            kv_blocks_free: Blocks(self.kv_blocks_free?),
+            prefill_backlog: Tokens(self.prefill_backlog.unwrap_or(0)),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_vllm_server_shows_its_blocks_and_its_life() {
+        let sighting = Sighting::of_vllm(include_str!("../../tests/fixtures/metrics-fresh.txt"));
+        assert_eq!((sighting.block_size, sighting.kv_blocks, sighting.kv_blocks_free), (Some(32), Some(128), Some(128)));
+        assert!(sighting.mark.is_some());
+        let load = sighting.load(Time(5)).unwrap();
+        assert_eq!((load.waiting, load.running, load.taken_at), (0, 0, Time(5)));
+    }
+
+    #[test]
+    fn an_engine_that_shows_nothing_gets_the_configured_shape() {
+        let mut config = crate::config::EngineConfig::new("http://h:1".parse().unwrap(), EngineKind::OpenAi);
+        config.max_model_len = Some(4096);
+        config.kv_blocks = Some(77);
+        let engine = Engine::new(baton_units::ReplicaId(3), config);
+        let spec = Sighting::default().spec(&engine, &engine.facts(), Incarnation(2));
+        assert_eq!((spec.max_model_len, spec.kv_blocks, spec.incarnation), (Tokens(4096), Blocks(77), Incarnation(2)));
+        assert_eq!(Sighting::default().load(Time::ZERO), None);
+    }
+
+    #[test]
+    fn vllm_tells_where_its_events_are() {
+        let recorded = include_str!("../../tests/fixtures/kv-event-sources.resp");
+        let source = vllm_source(recorded.split_once("\r\n\r\n").unwrap().1.as_bytes()).unwrap();
+        assert_eq!(source.endpoint, "ipc://v1-events.sock");
+        assert_eq!(source.replay_endpoint.as_deref(), Some("tcp://127.0.0.1:5558"));
+        assert_eq!(source.topic, "kv@smollm2");
+    }
+
+    #[test]
+    fn llamacpp_shows_slots_and_their_context() {
+        let props: LlamaProps =
+            serde_json::from_str(r#"{"default_generation_settings":{"params":{},"n_ctx":4096},"total_slots":2}"#).unwrap();
+        let sighting = Sighting::of_llamacpp(&props, "llamacpp:requests_processing 1\nllamacpp:requests_deferred 0\n");
+        assert_eq!((sighting.max_model_len, sighting.max_running, sighting.running), (Some(4096), Some(2), Some(1)));
+        assert_eq!(sighting.kv_blocks, Some(512));
+    }
+}

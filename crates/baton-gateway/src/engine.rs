@@ -1,0 +1,221 @@
+//! One engine as the gateway knows it: where it is, what it can do, what it last said.
+
+use std::{
+    fmt,
+    str::FromStr,
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use baton_cost::{Calibrator, Device, ModelShape, StepCoefficients};
+use baton_policy::{LoadReport, ReplicaSpec};
+use baton_units::{Incarnation, ReplicaId, Tokens};
+use baton_wire::{openai::ModelCard, replica::KvEventSource};
+use http::Uri;
+use serde::{Deserialize, Deserializer, Serialize};
+use tokio::sync::Notify;
+
+use crate::config::EngineConfig;
+
+/// `http://host:port`, with a path in front of the engine's own where there is one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BaseUrl {
+    authority: String,
+    prefix: String,
+}
+
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum UrlError {
+    #[error("{url:?} is no URL: give http://HOST:PORT")]
+    Malformed { url: String },
+    #[error("{url:?} has scheme {scheme}: give an http:// address, and put a proxy beside an engine that needs TLS")]
+    Scheme { url: String, scheme: String },
+}
+
+impl BaseUrl {
+    /// Address of a path of the engine, which begins with `/`.
+    pub(crate) fn join(&self, path: &str) -> Uri {
+        let text = format!("http://{}{}{path}", self.authority, self.prefix);
+        text.parse().unwrap_or_else(|_| Uri::from_static("/"))
+    }
+
+    /// Host name or address without the port; an IPv6 address keeps its brackets.
+    pub(crate) fn host(&self) -> &str {
+        match self.authority.rsplit_once(':') {
+            Some((host, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) => host,
+            _ => &self.authority,
+        }
+    }
+}
+
+impl FromStr for BaseUrl {
+    type Err = UrlError;
+
+    fn from_str(url: &str) -> Result<Self, UrlError> {
+        let malformed = || UrlError::Malformed { url: url.to_owned() };
+        let uri: Uri = url.parse().map_err(|_| malformed())?;
+        match uri.scheme_str() {
+            Some("http") => {}
+            Some(scheme) => return Err(UrlError::Scheme { url: url.to_owned(), scheme: scheme.to_owned() }),
+            None => return Err(malformed()),
+        }
+        let authority = uri.authority().filter(|authority| !authority.as_str().contains('@')).ok_or_else(malformed)?;
+        Ok(Self { authority: authority.to_string(), prefix: uri.path().trim_end_matches('/').to_owned() })
+    }
+}
+
+impl fmt::Display for BaseUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "http://{}{}", self.authority, self.prefix)
+    }
+}
+
+impl Serialize for BaseUrl {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for BaseUrl {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+/// Whether an engine answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Health {
+    /// Never answered yet.
+    Unknown,
+    Ready,
+    /// A request or a probe failed; a probe decides.
+    Suspect,
+    Dead,
+}
+
+/// An engine of the fleet; its place is its [`ReplicaId`].
+#[derive(Debug)]
+pub(crate) struct Engine {
+    pub(crate) id: ReplicaId,
+    pub(crate) name: String,
+    pub(crate) config: EngineConfig,
+    facts: Mutex<Facts>,
+    /// Wakes the engine's watcher before its time.
+    pub(crate) probe: Notify,
+}
+
+/// What the watcher learns and requests read.
+#[derive(Debug)]
+pub(crate) struct Facts {
+    pub(crate) url: BaseUrl,
+    pub(crate) health: Health,
+    /// Counts the engine's lives, since engines' own marks are random or missing and the index compares them by order.
+    pub(crate) life: Incarnation,
+    /// What the engine says of its life, where it does: Baton's incarnation, vLLM's start time.
+    pub(crate) mark: Option<u64>,
+    pub(crate) models: Vec<ModelCard>,
+    pub(crate) spec: Option<ReplicaSpec>,
+    pub(crate) load: Option<LoadReport>,
+    pub(crate) kv_source: Option<KvEventSource>,
+    pub(crate) calibrator: Calibrator,
+    /// Relative error of the engine's own step predictions, or of the calibration here.
+    pub(crate) step_error: f64,
+}
+
+impl Engine {
+    pub(crate) fn new(id: ReplicaId, config: EngineConfig) -> Self {
+        let facts = Facts {
+            url: config.url.clone(),
+            health: Health::Unknown,
+            life: Incarnation(0),
+            mark: None,
+            models: config.models.iter().map(|model| static_card(model, config.max_model_len)).collect(),
+            spec: None,
+            load: None,
+            kv_source: None,
+            calibrator: Calibrator::new(default_step()),
+            step_error: 0.0,
+        };
+        let name = config.name.clone().unwrap_or_else(|| id.to_string());
+        Self { id, name, config, facts: Mutex::new(facts), probe: Notify::new() }
+    }
+
+    pub(crate) fn facts(&self) -> MutexGuard<'_, Facts> {
+        // A panic elsewhere leaves plain values behind, none of them half written.
+        self.facts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn url(&self) -> BaseUrl {
+        self.facts().url.clone()
+    }
+
+    /// The card of a model that this engine serves.
+    pub(crate) fn model(&self, name: &str) -> Option<ModelCard> {
+        self.facts().models.iter().find(|card| card.id == name).cloned()
+    }
+
+    /// Takes in the time to the first token of a request that nothing else delayed.
+    pub(crate) fn observe_prefill(&self, new: Tokens, cached: Tokens, ttft: Duration) -> Option<StepCoefficients> {
+        let mut facts = self.facts();
+        let chunk = Tokens(self.token_budget());
+        facts.calibrator.observe_prefill(new, cached, chunk, ttft.as_secs_f64());
+        facts.step_error = facts.calibrator.error();
+        let step = facts.calibrator.fit();
+        facts.spec.as_mut().map(|spec| {
+            spec.step = step;
+            step
+        })
+    }
+
+    pub(crate) fn token_budget(&self) -> u32 {
+        self.config.token_budget.unwrap_or(2048)
+    }
+}
+
+fn static_card(model: &str, max_model_len: Option<u32>) -> ModelCard {
+    ModelCard {
+        id: model.to_owned(),
+        object: "model".into(),
+        created: 0,
+        owned_by: String::new(),
+        root: None,
+        parent: None,
+        max_model_len,
+        permission: Vec::new(),
+    }
+}
+
+/// Where nothing is known: an 8-billion-parameter model on one H100. The calibration leaves it after some tens of requests.
+fn default_step() -> StepCoefficients {
+    let shape = ModelShape::preset("llama-3-8b").expect("a preset");
+    let device = Device::preset("h100").expect("a preset");
+    StepCoefficients::from_profile(&shape, &device)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_joins_with_paths_and_names_its_host() {
+        let url: BaseUrl = "http://10.0.0.5:8000/engine/".parse().unwrap();
+        assert_eq!(url.join("/v1/models").to_string(), "http://10.0.0.5:8000/engine/v1/models");
+        assert_eq!((url.host(), url.to_string().as_str()), ("10.0.0.5", "http://10.0.0.5:8000/engine"));
+        let v6: BaseUrl = "http://[::1]:8000".parse().unwrap();
+        assert_eq!(v6.host(), "[::1]");
+    }
+
+    #[test]
+    fn what_is_no_plain_http_address_is_refused() {
+        assert!(matches!("https://a".parse::<BaseUrl>(), Err(UrlError::Scheme { .. })));
+        for url in ["a:80", "/v1", "http://user:word@a", "http://"] {
+            assert!(url.parse::<BaseUrl>().is_err(), "{url}");
+        }
+    }
+
+    #[test]
+    fn the_prior_of_unknown_engines_exists() {
+        assert!(default_step().per_token_s > 0.0);
+    }
+}

@@ -1,0 +1,350 @@
+//! The engines, the router that chooses among them, and the requests that run: what the data path and the control loops share.
+
+use std::{
+    collections::{BTreeMap, HashMap, VecDeque},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, RwLock,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use baton_policy::{Arrival, Outcome, ReplicaSpec, ReplicaState, Router, Verdict};
+use baton_session::Fault;
+use baton_units::{BlockSize, ReplicaId, RequestId, Time};
+use baton_wire::openai::ModelCard;
+use tokio::sync::{Notify, oneshot, watch};
+
+use crate::{
+    clock::Clock,
+    config::{EngineConfig, FrontConfig, PolicyConfig},
+    engine::{Engine, Health},
+    live::Live,
+    metrics::Metrics,
+    upstream::Upstream,
+};
+
+/// How far the gateway is from its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Stage {
+    Serving,
+    /// No new requests; running ones go on.
+    Draining,
+    /// Running ones end now.
+    Closing,
+}
+
+#[derive(Debug)]
+pub(crate) struct Fleet {
+    pub(crate) clock: Clock,
+    pub(crate) front: FrontConfig,
+    pub(crate) metrics: Metrics,
+    pub(crate) upstream: Upstream,
+    engines: RwLock<Vec<Arc<Engine>>>,
+    placement: Mutex<Placement>,
+    /// When the router wants to be asked again, for the task that does so.
+    timer: Notify,
+    timer_at: AtomicU64,
+    requests: Mutex<Requests>,
+    /// Told when the last request ends.
+    empty: Notify,
+    next_request: AtomicU64,
+    /// Tells this process's requests from those of its predecessor at the engines.
+    incarnation: u64,
+    stage: watch::Sender<Stage>,
+}
+
+/// The router with those who wait for its verdict; one lock, held for one call.
+#[derive(Debug)]
+struct Placement {
+    router: Router,
+    waiting: HashMap<RequestId, oneshot::Sender<Verdict>>,
+    /// Of the first engine that told one: keys of requests are cut by it.
+    block_size: Option<BlockSize>,
+}
+
+#[derive(Debug, Default)]
+struct Requests {
+    live: BTreeMap<RequestId, Arc<Live>>,
+    /// The latest ids that clients know, for decisions; as many as the router keeps decisions.
+    named: HashMap<String, RequestId>,
+    names: VecDeque<(String, RequestId)>,
+    names_kept: usize,
+}
+
+/// A verdict now, or later.
+pub(crate) enum Placing {
+    Now(Verdict),
+    Later(oneshot::Receiver<Verdict>),
+}
+
+impl Fleet {
+    pub(crate) fn new(front: FrontConfig, policy: &PolicyConfig) -> Self {
+        Self {
+            clock: Clock::new(),
+            metrics: Metrics::default(),
+            upstream: Upstream::new(&front),
+            engines: RwLock::default(),
+            placement: Mutex::new(Placement {
+                router: Router::new(policy.router(), policy.seed),
+                waiting: HashMap::new(),
+                block_size: None,
+            }),
+            timer: Notify::new(),
+            timer_at: AtomicU64::new(u64::MAX),
+            requests: Mutex::new(Requests { names_kept: policy.decisions, ..Requests::default() }),
+            empty: Notify::new(),
+            next_request: AtomicU64::new(1),
+            incarnation: fastrand::u64(..),
+            stage: watch::Sender::new(Stage::Serving),
+            front,
+        }
+    }
+
+    // The router.
+
+    /// Calls the router and passes on what the call released.
+    pub(crate) fn with_router<R>(&self, call: impl FnOnce(&mut Router, Time) -> R) -> R {
+        let now = self.clock.now();
+        let mut placement = lock(&self.placement);
+        let result = call(&mut placement.router, now);
+        self.release_held(&mut placement, now);
+        result
+    }
+
+    /// As [`Self::with_router`], for calls that free no place.
+    pub(crate) fn peek_router<R>(&self, call: impl FnOnce(&mut Router, Time) -> R) -> R {
+        call(&mut lock(&self.placement).router, self.clock.now())
+    }
+
+    pub(crate) fn place(&self, arrival: Arrival) -> Placing {
+        let now = self.clock.now();
+        let request = arrival.request;
+        let mut placement = lock(&self.placement);
+        let verdict = placement.router.place(arrival, now);
+        let placing = if verdict == Verdict::Hold {
+            let (tell, told) = oneshot::channel();
+            placement.waiting.insert(request, tell);
+            Placing::Later(told)
+        } else {
+            Placing::Now(verdict)
+        };
+        self.release_held(&mut placement, now);
+        placing
+    }
+
+    /// Releases all that is booked for a request, wherever it was.
+    pub(crate) fn finished(&self, request: RequestId, outcome: Outcome, keys: Option<Arc<[baton_kv::BlockKey]>>) {
+        let now = self.clock.now();
+        let mut placement = lock(&self.placement);
+        placement.waiting.remove(&request);
+        placement.router.finished(request, outcome, keys, now);
+        self.release_held(&mut placement, now);
+    }
+
+    /// A verdict whose request has left meanwhile is released by that request's own end.
+    fn release_held(&self, placement: &mut Placement, now: Time) {
+        for (request, verdict) in placement.router.released(now) {
+            if let Some(tell) = placement.waiting.remove(&request) {
+                _ = tell.send(verdict);
+            }
+        }
+        let next = placement.router.next_timeout().map_or(u64::MAX, |time| time.0);
+        if next < self.timer_at.swap(next, Ordering::Relaxed) {
+            self.timer.notify_one();
+        }
+    }
+
+    /// Asks the router again when it wants to be asked; runs as long as the gateway.
+    pub(crate) async fn keep_time(&self) {
+        loop {
+            let next = Time(self.timer_at.load(Ordering::Relaxed));
+            tokio::select! {
+                () = tokio::time::sleep_until(self.clock.instant(next)) => {}
+                () = self.timer.notified() => continue,
+            }
+            self.with_router(|_, _| ());
+        }
+    }
+
+    /// Tokens per block by which prompts are cut, once an engine has told.
+    pub(crate) fn block_size(&self) -> BlockSize {
+        lock(&self.placement).block_size.unwrap_or_default()
+    }
+
+    // The engines.
+
+    pub(crate) fn engines(&self) -> Vec<Arc<Engine>> {
+        self.engines.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn engine(&self, id: ReplicaId) -> Option<Arc<Engine>> {
+        self.engines.read().unwrap_or_else(PoisonError::into_inner).get(id.index()).cloned()
+    }
+
+    /// Replaces the engines; returns those that are new or changed, for their watchers to start. Places are kept.
+    pub(crate) fn set_engines(&self, configs: Vec<EngineConfig>) -> Vec<Arc<Engine>> {
+        let mut engines = self.engines.write().unwrap_or_else(PoisonError::into_inner);
+        let removed = engines.len().saturating_sub(configs.len());
+        let gone: Vec<ReplicaId> = engines.iter().rev().take(removed).map(|engine| engine.id).collect();
+        let mut fresh = Vec::new();
+        *engines = configs
+            .into_iter()
+            .enumerate()
+            .map(|(place, config)| match engines.get(place) {
+                Some(engine) if engine.config == config => engine.clone(),
+                Some(_) | None => {
+                    let engine = Arc::new(Engine::new(ReplicaId(place as u32), config));
+                    fresh.push(engine.clone());
+                    engine
+                }
+            })
+            .collect();
+        drop(engines);
+        let changed = fresh.iter().map(|engine| engine.id);
+        self.with_router(|router, _| gone.into_iter().chain(changed).for_each(|id| router.remove_replica(id)));
+        fresh
+    }
+
+    /// The engine answered and told its shape: it takes requests from here on.
+    pub(crate) fn engine_ready(&self, spec: ReplicaSpec) {
+        let now = self.clock.now();
+        let mut placement = lock(&self.placement);
+        let common = *placement.block_size.get_or_insert(spec.block_size);
+        if common != spec.block_size {
+            tracing::warn!(
+                replica = %spec.id, block_size = spec.block_size.get(), fleet = common.get(),
+                "engine has another block size than the fleet; its prefixes are not found by its events"
+            );
+        }
+        placement.router.upsert_replica(spec, now);
+        placement.router.set_state(spec.id, ReplicaState::Ready, now);
+        self.release_held(&mut placement, now);
+    }
+
+    /// A request failed there: new ones go elsewhere until a probe, which starts now, succeeds.
+    pub(crate) fn suspect(&self, id: ReplicaId, fault: Fault) {
+        let Some(engine) = self.engine(id) else { return };
+        {
+            let mut facts = engine.facts();
+            if facts.health != Health::Ready {
+                return;
+            }
+            facts.health = Health::Suspect;
+        }
+        tracing::warn!(replica = %engine.name, %fault, "replica is suspect");
+        self.with_router(|router, now| router.set_state(id, ReplicaState::Suspect, now));
+        engine.probe.notify_one();
+    }
+
+    pub(crate) fn any_ready(&self) -> bool {
+        self.engines().iter().any(|engine| engine.facts().health == Health::Ready)
+    }
+
+    // Models.
+
+    /// Every model that an engine serves or served, each once.
+    pub(crate) fn models(&self) -> Vec<ModelCard> {
+        let mut cards: BTreeMap<String, ModelCard> = BTreeMap::new();
+        for engine in self.engines() {
+            for card in &engine.facts().models {
+                cards.entry(card.id.clone()).or_insert_with(|| card.clone());
+            }
+        }
+        cards.into_values().collect()
+    }
+
+    /// Replicas that do not serve a model.
+    pub(crate) fn without_model(&self, model: &str) -> Vec<ReplicaId> {
+        let lacks = |engine: &&Arc<Engine>| engine.model(model).is_none();
+        self.engines().iter().filter(lacks).map(|engine| engine.id).collect()
+    }
+
+    // Requests.
+
+    pub(crate) fn mint(&self) -> RequestId {
+        RequestId(self.next_request.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// An id for the engines: no two requests of any gateway share one, nor two attempts of a request.
+    pub(crate) fn upstream_id(&self, request: RequestId, attempt: u32) -> String {
+        format!("baton-{:016x}-{}-{attempt}", self.incarnation, request.0)
+    }
+
+    /// An id for a client that sent none.
+    pub(crate) fn client_id(&self, request: RequestId) -> String {
+        format!("req-{:08x}{:08x}", self.incarnation as u32, request.0)
+    }
+
+    pub(crate) fn admit(&self, live: Arc<Live>) {
+        let mut requests = lock(&self.requests);
+        let name = live.client_id.clone();
+        requests.named.insert(name.clone(), live.id);
+        requests.names.push_back((name, live.id));
+        if requests.names.len() > requests.names_kept
+            && let Some((name, id)) = requests.names.pop_front()
+            && requests.named.get(&name) == Some(&id)
+        {
+            requests.named.remove(&name);
+        }
+        requests.live.insert(live.id, live);
+    }
+
+    pub(crate) fn retire(&self, request: RequestId) {
+        let empty = {
+            let mut requests = lock(&self.requests);
+            requests.live.remove(&request);
+            requests.live.is_empty()
+        };
+        if empty {
+            self.empty.notify_waiters();
+        }
+    }
+
+    /// Ends when no request is left.
+    pub(crate) async fn emptied(&self) {
+        loop {
+            let mut notified = std::pin::pin!(self.empty.notified());
+            notified.as_mut().enable();
+            if lock(&self.requests).live.is_empty() {
+                return;
+            }
+            notified.await;
+        }
+    }
+
+    pub(crate) fn live(&self) -> Vec<Arc<Live>> {
+        lock(&self.requests).live.values().cloned().collect()
+    }
+
+    /// The latest request that a client named so.
+    pub(crate) fn request_named(&self, name: &str) -> Option<RequestId> {
+        lock(&self.requests).named.get(name).copied()
+    }
+
+    /// Names of the latest requests by id.
+    pub(crate) fn client_ids(&self) -> HashMap<RequestId, String> {
+        lock(&self.requests).names.iter().map(|(name, id)| (*id, name.clone())).collect()
+    }
+
+    // The end.
+
+    pub(crate) fn stage(&self) -> Stage {
+        *self.stage.borrow()
+    }
+
+    pub(crate) fn set_stage(&self, stage: Stage) {
+        self.stage.send_replace(stage);
+    }
+
+    /// Ends when `stage` is reached.
+    pub(crate) async fn reached(&self, stage: Stage) {
+        let mut changes = self.stage.subscribe();
+        // The sender lives as long as `self`, so waiting cannot fail.
+        _ = changes.wait_for(|current| *current >= stage).await;
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // The router is consistent after each call; a panic inside one is a bug that the next request should survive.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,167 @@
+//! The gateway as a value: engines come and go through its handle while it serves.
+
+use std::{
+    collections::BTreeMap,
+    net::SocketAddr,
+    sync::{Arc, Mutex, OnceLock, PoisonError, atomic::AtomicUsize},
+    time::Duration,
+};
+
+use axum::serve::ListenerExt;
+use baton_policy::ReplicaState;
+use baton_text::Tokenizer;
+use baton_units::ReplicaId;
+use tokio::{
+    net::TcpListener,
+    time::{Instant, timeout, timeout_at},
+};
+
+use crate::{
+    admin, api,
+    config::{ConfigError, EngineConfig, GatewayConfig},
+    control::{self, TaskGuard},
+    engine::{BaseUrl, Health},
+    fleet::{Fleet, Stage},
+    prompt::Tokenization,
+};
+
+/// After the drain deadline: for error events to be taken and connections to close.
+const CLOSING_GRACE: Duration = Duration::from_secs(2);
+
+/// Why a gateway stopped.
+#[derive(Debug, thiserror::Error)]
+pub enum GatewayError {
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    #[error("the gateway's listener failed: {0}; is the address still there?")]
+    Listener(#[from] std::io::Error),
+}
+
+/// The front door of a fleet. Cloning gives another handle to the same gateway.
+#[derive(Clone, Debug)]
+pub struct Gateway {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) fleet: Arc<Fleet>,
+    pub(crate) tokenization: Tokenization,
+    /// Whose turn it is among engines, for paths without a price.
+    pub(crate) turn: AtomicUsize,
+    /// Where it listens; known once it serves.
+    address: OnceLock<SocketAddr>,
+    watchers: Mutex<BTreeMap<ReplicaId, TaskGuard>>,
+}
+
+impl Shared {
+    /// Only processes of this machine can reach it.
+    pub(crate) fn is_loopback(&self) -> bool {
+        self.address.get().is_some_and(|address| address.ip().is_loopback())
+    }
+}
+
+impl Gateway {
+    /// A gateway that watches the configured engines from here on. `text` is the served model's tokenizer, where it is known; without
+    /// it prompts are estimated. Must be called within a tokio runtime.
+    pub fn new(config: GatewayConfig, text: Option<Arc<Tokenizer>>) -> Result<Self, ConfigError> {
+        config.check()?;
+        let shared = Shared {
+            fleet: Arc::new(Fleet::new(config.gateway, &config.policy)),
+            tokenization: Tokenization::new(text),
+            turn: AtomicUsize::new(0),
+            address: OnceLock::new(),
+            watchers: Mutex::default(),
+        };
+        let gateway = Self { shared: Arc::new(shared) };
+        gateway.set_engines(config.engines);
+        Ok(gateway)
+    }
+
+    /// Replaces the engines. The place of an engine is its id; an engine whose configuration is unchanged keeps its state.
+    pub fn set_engines(&self, engines: Vec<EngineConfig>) {
+        let count = engines.len();
+        let fresh = self.shared.fleet.set_engines(engines);
+        let mut watchers = self.shared.watchers.lock().unwrap_or_else(PoisonError::into_inner);
+        watchers.retain(|id, _| id.index() < count);
+        for engine in fresh {
+            let id = engine.id;
+            watchers.insert(id, TaskGuard::spawn(control::watch(self.shared.fleet.clone(), engine)));
+        }
+    }
+
+    /// The replica was started (again), perhaps at another address: it is probed at once and used when it answers.
+    pub fn replica_up(&self, id: ReplicaId, url: BaseUrl) {
+        if let Some(engine) = self.shared.fleet.engine(id) {
+            engine.facts().url = url;
+            engine.probe.notify_one();
+        }
+    }
+
+    /// The replica's process is gone: nothing is sent to it until it answers a probe.
+    pub fn replica_down(&self, id: ReplicaId) {
+        let fleet = &self.shared.fleet;
+        let Some(engine) = fleet.engine(id) else { return };
+        engine.facts().health = Health::Dead;
+        fleet.with_router(|router, now| router.set_state(id, ReplicaState::Dead, now));
+    }
+
+    /// Replicas that take requests.
+    pub fn ready_replicas(&self) -> usize {
+        self.shared.fleet.engines().iter().filter(|engine| engine.facts().health == Health::Ready).count()
+    }
+
+    /// Serves until `shutdown`; then `/ready` says 503, new requests are refused, running ones get until the drain deadline, and the
+    /// rest end with an error event.
+    pub async fn serve(&self, listener: TcpListener, shutdown: impl Future<Output = ()> + Send) -> Result<(), GatewayError> {
+        let address = listener.local_addr()?;
+        // A second `serve` of the same gateway keeps the first address; both are of one configuration.
+        _ = self.shared.address.set(address);
+        let shared = self.shared.clone();
+        if shared.fleet.front.admin_key.is_none() && !address.ip().is_loopback() {
+            tracing::warn!(%address, "no admin_key is set and the address is not loopback: /baton/v1 is off");
+        }
+        let app = api::routes().merge(admin::routes(&shared)).with_state(shared.clone());
+        let closed = shared.fleet.clone();
+        let fleet = shared.fleet.clone();
+        let timer = TaskGuard::spawn(async move { fleet.keep_time().await });
+        let listener = listener.tap_io(|stream| {
+            if let Err(error) = stream.set_nodelay(true) {
+                tracing::debug!(%error, "a connection keeps Nagle's algorithm");
+            }
+        });
+        let server = axum::serve(listener, app).with_graceful_shutdown(async move { closed.reached(Stage::Closing).await });
+        let mut server = std::pin::pin!(server.into_future());
+        tokio::select! {
+            ended = &mut server => return ended.map_err(GatewayError::Listener),
+            () = self.drain_after(shutdown) => {}
+        }
+        drop(timer);
+        // Connections that stay open past the grace are cut when the runtime drops them.
+        _ = timeout(CLOSING_GRACE, server).await;
+        Ok(())
+    }
+
+    async fn drain_after(&self, shutdown: impl Future<Output = ()>) {
+        shutdown.await;
+        let fleet = &self.shared.fleet;
+        tracing::info!(requests = fleet.live().len(), timeout = ?fleet.front.drain_timeout, "draining");
+        fleet.set_stage(Stage::Draining);
+        let deadline = Instant::now() + fleet.front.drain_timeout;
+        let drained = timeout_at(deadline, fleet.emptied()).await.is_ok();
+        if !drained {
+            tracing::warn!(requests = fleet.live().len(), "drain deadline passed: the rest end with an error");
+        }
+        fleet.set_stage(Stage::Closing);
+    }
+}
+
+/// Runs a gateway over configured engines until `shutdown`.
+pub async fn serve(
+    config: GatewayConfig,
+    listener: TcpListener,
+    text: Option<Arc<Tokenizer>>,
+    shutdown: impl Future<Output = ()> + Send,
+) -> Result<(), GatewayError> {
+    Gateway::new(config, text)?.serve(listener, shutdown).await
+}

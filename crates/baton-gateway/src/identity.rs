@@ -1,0 +1,75 @@
+//! Who a request belongs to, from headers and body. Everything here is a claim of the client: it steers affinity and order among
+//! requests, and opens nothing.
+
+use baton_units::Priority;
+use http::HeaderMap;
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::{json::RawObject, reserved::PRIORITY_MAX};
+
+/// Longest `x-request-id` that is echoed; a longer one is replaced.
+const REQUEST_ID_BYTES_MAX: usize = 256;
+
+/// What a client says of a request's context.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Identity {
+    /// Requests that share a growing prefix: `x-session-id`, else the body's `prompt_cache_key`, else its `user`.
+    pub(crate) session: Option<u64>,
+    /// Requests of one program (an agent's task): `x-program-id`.
+    pub(crate) program: Option<u64>,
+    /// The body's `priority`, else `x-priority`; lower is more important.
+    pub(crate) priority: Priority,
+}
+
+impl Identity {
+    pub(crate) fn read(headers: &HeaderMap, body: &RawObject) -> Self {
+        let text = |field| body.read::<String>(field).ok().flatten().filter(|text| !text.is_empty());
+        let session = header(headers, "x-session-id").map(str::to_owned).or_else(|| text("prompt_cache_key")).or_else(|| text("user"));
+        let program = header(headers, "x-program-id");
+        let priority = body.read::<i64>("priority").ok().flatten().or_else(|| header(headers, "x-priority")?.parse().ok()).unwrap_or(0);
+        let bound = i64::from(PRIORITY_MAX);
+        Self {
+            session: session.map(|session| xxh3_64(session.as_bytes())),
+            program: program.map(|program| xxh3_64(program.as_bytes())),
+            priority: Priority(priority.clamp(-bound, bound) as i32),
+        }
+    }
+}
+
+/// The client's `x-request-id`, where it is fit to be echoed.
+pub(crate) fn client_request_id(headers: &HeaderMap) -> Option<&str> {
+    header(headers, "x-request-id").filter(|id| id.len() <= REQUEST_ID_BYTES_MAX)
+}
+
+fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
+    headers.get(name)?.to_str().ok().map(str::trim).filter(|value| !value.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn identity(headers: &[(&'static str, &str)], body: &str) -> Identity {
+        let headers = headers.iter().map(|(name, value)| (http::HeaderName::from_static(name), value.parse().unwrap())).collect();
+        Identity::read(&headers, &serde_json::from_str(body).unwrap())
+    }
+
+    #[test]
+    fn a_session_is_named_by_header_then_cache_key_then_user() {
+        let body = r#"{"prompt_cache_key":"k","user":"u"}"#;
+        let named = |text: &str| Some(xxh3_64(text.as_bytes()));
+        assert_eq!(identity(&[("x-session-id", "s")], body).session, named("s"));
+        assert_eq!(identity(&[], body).session, named("k"));
+        assert_eq!(identity(&[], r#"{"user":"u"}"#).session, named("u"));
+        assert_eq!(identity(&[], r#"{"user":""}"#).session, None);
+        assert_eq!(identity(&[("x-program-id", "p")], "{}").program, named("p"));
+    }
+
+    #[test]
+    fn a_priority_is_kept_within_bounds() {
+        assert_eq!(identity(&[], r#"{"priority":-5}"#).priority, Priority(-5));
+        assert_eq!(identity(&[("x-priority", "7")], "{}").priority, Priority(7));
+        assert_eq!(identity(&[], r#"{"priority":-99999999999}"#).priority, Priority(-PRIORITY_MAX));
+        assert_eq!(identity(&[("x-priority", "high")], "{}").priority, Priority(0));
+    }
+}

@@ -1,0 +1,314 @@
+//! A completion request as it came in: checked, its reserved fields taken out, its prompt and wishes understood.
+
+use std::collections::BTreeSet;
+
+use baton_kv::KeyDomain;
+use baton_units::Tokens;
+use baton_wire::openai::{ErrorBody, Prompt, StreamOptions};
+use http::{HeaderMap, header::CONTENT_TYPE};
+use serde_json::{Map, Value, value::RawValue};
+
+use crate::{
+    config::{EngineKind, FrontConfig},
+    identity::Identity,
+    json::RawObject,
+    refusal::Refusal,
+    reserved,
+};
+
+/// Which of the two generation APIs a request speaks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Api {
+    Chat,
+    Completions,
+}
+
+impl Api {
+    pub(crate) fn path(self) -> &'static str {
+        match self {
+            Self::Chat => "/v1/chat/completions",
+            Self::Completions => "/v1/completions",
+        }
+    }
+
+    /// What an answer's id begins with.
+    pub(crate) fn id_prefix(self) -> &'static str {
+        match self {
+            Self::Chat => "chatcmpl-",
+            Self::Completions => "cmpl-",
+        }
+    }
+}
+
+/// What the client wants to see of an answer; the engine is asked for more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[allow(clippy::struct_excessive_bools, reason = "four independent wishes")]
+pub(crate) struct Wishes {
+    pub(crate) stream: bool,
+    pub(crate) usage: bool,
+    pub(crate) continuous_usage: bool,
+    pub(crate) token_ids: bool,
+}
+
+/// How a request is sent to its engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Mode {
+    /// Streamed from the engine, streamed to the client.
+    Stream,
+    /// Streamed from the engine, assembled into one answer here.
+    Assemble,
+    /// Answered in one piece.
+    Whole,
+}
+
+/// The prompt, not yet tokens.
+#[derive(Debug, Clone)]
+pub(crate) enum PromptSource {
+    Chat(ChatPrompt),
+    Completion { prompt: Prompt, add_special: bool },
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct ChatPrompt {
+    pub(crate) messages: Box<RawValue>,
+    pub(crate) tools: Option<Box<RawValue>>,
+    pub(crate) kwargs: Map<String, Value>,
+    pub(crate) add_generation_prompt: bool,
+    pub(crate) add_special: bool,
+}
+
+/// One request of a client.
+#[derive(Debug)]
+pub(crate) struct Intake {
+    pub(crate) api: Api,
+    /// As the client named it; `None` when it named none.
+    pub(crate) model: Option<String>,
+    pub(crate) wishes: Wishes,
+    /// Choices in the answer: `n` for each prompt.
+    pub(crate) choices: u32,
+    pub(crate) max_output: Option<Tokens>,
+    pub(crate) identity: Identity,
+    /// Derived from the client's `cache_salt`; see the reserved fields.
+    pub(crate) salt: Option<String>,
+    pub(crate) prompt: PromptSource,
+    /// Nothing in it keeps the answer from being put together from a stream.
+    streams_fully: bool,
+    /// The body without what is stripped.
+    body: RawObject,
+}
+
+impl Intake {
+    /// Reads and checks a body; the error is what the client gets.
+    pub(crate) fn read(api: Api, headers: &HeaderMap, bytes: &[u8], front: &FrontConfig) -> Result<Self, Refusal> {
+        if headers.get(CONTENT_TYPE).is_some_and(|kind| !is_json(kind.as_bytes())) {
+            return Err(Refusal::Body(ErrorBody::unsupported_media_type()));
+        }
+        let mut body: RawObject = baton_wire::openai::parse(bytes).map_err(Refusal::Body)?;
+        for field in reserved::stripped(front.client_chat_template) {
+            if body.remove(field) {
+                tracing::debug!(field, "stripped a reserved field");
+            }
+        }
+        let wishes = wishes(&body)?;
+        let prompt = match api {
+            Api::Chat => PromptSource::Chat(chat_prompt(&body)?),
+            Api::Completions => completion_prompt(&body)?,
+        };
+        let choices = u64::from(read::<u32>(&body, "n")?.unwrap_or(1).max(1)) * prompt.count();
+        if choices > u64::from(front.choices_limit) {
+            return Err(Refusal::TooManyChoices { choices, limit: front.choices_limit });
+        }
+        let max_output = match api {
+            Api::Chat => read::<u32>(&body, "max_completion_tokens")?.or(read(&body, "max_tokens")?),
+            Api::Completions => read(&body, "max_tokens")?,
+        };
+        Ok(Self {
+            api,
+            model: read::<String>(&body, "model")?.filter(|model| !model.is_empty()),
+            wishes,
+            choices: choices as u32,
+            max_output: max_output.map(Tokens),
+            identity: Identity::read(headers, &body),
+            salt: read::<String>(&body, "cache_salt")?.map(|salt| derived_salt(&salt)),
+            prompt,
+            streams_fully: streams_fully(&body),
+            body,
+        })
+    }
+
+    /// How to send it to an engine of that kind.
+    pub(crate) fn mode(&self, kind: EngineKind, assemble: bool) -> Mode {
+        match self.wishes.stream {
+            true => Mode::Stream,
+            false if assemble && kind.gives_token_ids() && self.streams_fully => Mode::Assemble,
+            false => Mode::Whole,
+        }
+    }
+
+    /// The body for an engine.
+    pub(crate) fn upstream_body(&self, kind: EngineKind, takes_priority: bool, model: &str, mode: Mode) -> Vec<u8> {
+        let mut body = self.body.clone();
+        body.set("model", &model);
+        match (&self.salt, kind.takes_salt()) {
+            (Some(salt), true) => body.set("cache_salt", salt),
+            _ => _ = body.remove("cache_salt"),
+        }
+        if takes_priority && self.identity.priority.0 != 0 {
+            body.set("priority", &self.identity.priority);
+        } else {
+            body.remove("priority");
+        }
+        if mode == Mode::Whole {
+            body.remove("stream");
+            body.remove("stream_options");
+            return body.to_vec();
+        }
+        body.set("stream", &true);
+        if kind.gives_usage() {
+            let continuous_usage_stats = self.wishes.continuous_usage.then_some(true);
+            body.set("stream_options", &StreamOptions { include_usage: Some(true), continuous_usage_stats });
+        }
+        if kind.gives_token_ids() {
+            body.set("return_token_ids", &true);
+        }
+        body.to_vec()
+    }
+}
+
+impl PromptSource {
+    /// Prompts in the request.
+    fn count(&self) -> u64 {
+        match self {
+            Self::Chat(_) => 1,
+            Self::Completion { prompt, .. } => prompt.len() as u64,
+        }
+    }
+}
+
+/// A field of its type, or vLLM's kind of complaint about it.
+fn read<T: serde::de::DeserializeOwned>(body: &RawObject, field: &str) -> Result<Option<T>, Refusal> {
+    body.read(field).map_err(|error| Refusal::Body(ErrorBody::validation("type_error", &format!("body.{field}"), &error.to_string())))
+}
+
+fn wishes(body: &RawObject) -> Result<Wishes, Refusal> {
+    let options = read::<StreamOptions>(body, "stream_options")?.unwrap_or_default();
+    Ok(Wishes {
+        stream: read(body, "stream")?.unwrap_or(false),
+        usage: options.include_usage.unwrap_or(false),
+        continuous_usage: options.continuous_usage_stats.unwrap_or(false),
+        token_ids: read(body, "return_token_ids")?.unwrap_or(false),
+    })
+}
+
+fn chat_prompt(body: &RawObject) -> Result<ChatPrompt, Refusal> {
+    let messages = body.given("messages").ok_or_else(|| Refusal::Body(ErrorBody::missing_field("messages")))?;
+    if !messages.get().starts_with('[') {
+        return Err(Refusal::Body(ErrorBody::validation("list_type", "body.messages", "Input should be a valid list")));
+    }
+    let continues = read::<bool>(body, "continue_final_message")?.unwrap_or(false);
+    Ok(ChatPrompt {
+        messages: messages.to_owned(),
+        tools: body.given("tools").map(ToOwned::to_owned),
+        kwargs: read(body, "chat_template_kwargs")?.unwrap_or_default(),
+        add_generation_prompt: read(body, "add_generation_prompt")?.unwrap_or(!continues),
+        add_special: read(body, "add_special_tokens")?.unwrap_or(false),
+    })
+}
+
+fn completion_prompt(body: &RawObject) -> Result<PromptSource, Refusal> {
+    let prompt = read::<Prompt>(body, "prompt")?.ok_or_else(|| Refusal::Body(ErrorBody::missing_field("prompt")))?;
+    let source = PromptSource::Completion { prompt, add_special: read(body, "add_special_tokens")?.unwrap_or(true) };
+    if source.count() == 0 {
+        return Err(Refusal::Body(ErrorBody::bad_request("You must pass at least one prompt")));
+    }
+    Ok(source)
+}
+
+/// Echoed prompts, prompt logprobs and searches over several candidates come whole or not at all.
+fn streams_fully(body: &RawObject) -> bool {
+    let asked = |field: &str| body.given(field).is_some_and(|value| value.get() != "false");
+    let fields: BTreeSet<&str> = ["echo", "prompt_logprobs", "best_of", "use_beam_search", "suffix", "audio"].into();
+    !fields.into_iter().any(asked)
+}
+
+/// A salt that stands for the client's without being it: equal salts share, and nobody can name a domain that the gateway made.
+fn derived_salt(salt: &str) -> String {
+    format!("client-{:016x}", KeyDomain { model: "client salt", adapter: None, salt: Some(salt) }.root().0)
+}
+
+fn is_json(content_type: &[u8]) -> bool {
+    let essence = content_type.split(|&byte| byte == b';').next().unwrap_or_default().trim_ascii();
+    essence.eq_ignore_ascii_case(b"application/json") || essence.to_ascii_lowercase().ends_with(b"+json")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read_chat(body: &str) -> Result<Intake, Refusal> {
+        Intake::read(Api::Chat, &HeaderMap::new(), body.as_bytes(), &FrontConfig::default())
+    }
+
+    fn upstream(body: &str, kind: EngineKind) -> String {
+        let intake = read_chat(body).unwrap();
+        let mode = intake.mode(kind, true);
+        String::from_utf8(intake.upstream_body(kind, kind == EngineKind::Baton, "m", mode)).unwrap()
+    }
+
+    #[test]
+    fn unknown_fields_pass_and_reserved_ones_do_not() {
+        let body = r#"{"model":"m","messages":[],"x_new":{"a":1e-3},"kv_transfer_params":{},"request_id":"r","chat_template":"t","temperature":0.7}"#;
+        assert_eq!(upstream(body, EngineKind::OpenAi), r#"{"model":"m","messages":[],"x_new":{"a":1e-3},"temperature":0.7}"#);
+    }
+
+    #[test]
+    fn an_engine_that_can_is_asked_for_tokens_and_usage() {
+        let body = r#"{"model":"m","messages":[]}"#;
+        let streamed = r#"{"model":"m","messages":[],"stream":true,"stream_options":{"include_usage":true},"return_token_ids":true}"#;
+        assert_eq!(upstream(body, EngineKind::Vllm), streamed);
+        assert_eq!(upstream(body, EngineKind::LlamaCpp), body);
+    }
+
+    #[test]
+    fn stream_options_do_not_stay_without_a_stream() {
+        let body = r#"{"model":"m","messages":[],"echo":true,"stream":false,"stream_options":{"include_usage":true}}"#;
+        assert_eq!(upstream(body, EngineKind::Vllm), r#"{"model":"m","messages":[],"echo":true}"#);
+    }
+
+    #[test]
+    fn a_salt_is_replaced_by_one_derived_from_it() {
+        let body = |salt: &str| format!(r#"{{"model":"m","messages":[],"stream":true,"cache_salt":"{salt}"}}"#);
+        let sent = upstream(&body("a"), EngineKind::Vllm);
+        assert!(sent.contains(r#""cache_salt":"client-"#) && sent != upstream(&body("b"), EngineKind::Vllm));
+        assert!(!upstream(&body("a"), EngineKind::LlamaCpp).contains("salt"));
+    }
+
+    #[test]
+    fn a_priority_goes_only_to_engines_that_order_by_it() {
+        let body = r#"{"model":"m","messages":[],"priority":-5000}"#;
+        assert!(upstream(body, EngineKind::Baton).contains(r#""priority":-1000"#));
+        assert!(!upstream(body, EngineKind::Vllm).contains("priority"));
+    }
+
+    #[test]
+    fn bad_bodies_are_answered_as_vllm_answers_them() {
+        let message = |body: &str| match read_chat(body) {
+            Err(Refusal::Body(error)) => (error.code, error.param.unwrap_or_default(), error.message),
+            other => panic!("{other:?}"),
+        };
+        assert!(message(r#"{"model": "m", "messages": ["#).2.contains("JSON decode error"));
+        assert_eq!(message(r#"{"model":"m"}"#).1, "body.messages");
+        assert_eq!(message(r#"{"messages":{}}"#).1, "body.messages");
+        assert_eq!(message(r#"{"messages":[],"stream":"yes"}"#).1, "body.stream");
+        assert_eq!(message("[1]").0, 400);
+    }
+
+    #[test]
+    fn choices_are_counted_over_prompts_and_bounded() {
+        let read = |body: &str| Intake::read(Api::Completions, &HeaderMap::new(), body.as_bytes(), &FrontConfig::default());
+        assert_eq!(read(r#"{"prompt":["a","b"],"n":3}"#).unwrap().choices, 6);
+        assert_eq!(read(r#"{"prompt":[1,2,3]}"#).unwrap().choices, 1);
+        assert!(matches!(read(r#"{"prompt":"a","n":129}"#), Err(Refusal::TooManyChoices { choices: 129, limit: 128 })));
+        assert!(matches!(read(r#"{"prompt":[]}"#), Err(Refusal::Body(_))));
+    }
+}

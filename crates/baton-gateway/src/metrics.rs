@@ -1,0 +1,268 @@
+//! Counters and histograms in Prometheus's text form. Labels are routes, outcomes and the configured engines' names: bounded, and
+//! never a client's word.
+
+use std::{
+    collections::BTreeMap,
+    fmt::Write,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use baton_session::Fault;
+use baton_units::{ReplicaId, Tokens};
+
+use crate::{engine::Health, fleet::Fleet};
+
+/// Upper bounds in seconds, for times from a warm first token to a long answer.
+const BOUNDS_S: [f64; 16] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0];
+
+#[derive(Debug, Default)]
+pub(crate) struct Metrics {
+    /// By route and outcome.
+    requests: Mutex<BTreeMap<(&'static str, &'static str), u64>>,
+    replicas: Mutex<BTreeMap<ReplicaId, ReplicaCounters>>,
+    faults: Mutex<BTreeMap<&'static str, u64>>,
+    ttft: Histogram,
+    token_gap: Histogram,
+    duration: Histogram,
+    held: Histogram,
+    /// From a request's bytes to its verdict's call, tokenizing included.
+    intake: Histogram,
+}
+
+#[derive(Debug, Default, Clone, Copy)]
+struct ReplicaCounters {
+    attempts: u64,
+    prompt_tokens: u64,
+    cached_tokens: u64,
+    output_tokens: u64,
+    kv_batches: u64,
+    kv_gaps: u64,
+    kv_skipped: u64,
+}
+
+#[derive(Debug, Default)]
+struct Histogram {
+    /// One per bound, not cumulative; what exceeds the last is in the count alone.
+    buckets: [AtomicU64; BOUNDS_S.len()],
+    count: AtomicU64,
+    sum_ns: AtomicU64,
+}
+
+impl Metrics {
+    pub(crate) fn request_ended(&self, route: &'static str, outcome: &'static str, took: Duration) {
+        *lock(&self.requests).entry((route, outcome)).or_default() += 1;
+        self.duration.observe(took);
+    }
+
+    pub(crate) fn attempt(&self, replica: ReplicaId) {
+        self.replica(replica, |counters| counters.attempts += 1);
+    }
+
+    pub(crate) fn fault(&self, fault: Fault) {
+        *lock(&self.faults).entry(fault_name(fault)).or_default() += 1;
+    }
+
+    pub(crate) fn first_token(&self, since_arrival: Duration) {
+        self.ttft.observe(since_arrival);
+    }
+
+    pub(crate) fn token_gap(&self, gap: Duration) {
+        self.token_gap.observe(gap);
+    }
+
+    pub(crate) fn held(&self, span: Duration) {
+        self.held.observe(span);
+    }
+
+    pub(crate) fn intake(&self, span: Duration) {
+        self.intake.observe(span);
+    }
+
+    pub(crate) fn tokens(&self, replica: ReplicaId, prompt: Tokens, cached: Tokens, output: Tokens) {
+        self.replica(replica, |counters| {
+            counters.prompt_tokens += u64::from(prompt.0);
+            counters.cached_tokens += u64::from(cached.0);
+            counters.output_tokens += u64::from(output.0);
+        });
+    }
+
+    pub(crate) fn kv_batch(&self, replica: ReplicaId, gap: bool, skipped: usize) {
+        self.replica(replica, |counters| {
+            counters.kv_batches += 1;
+            counters.kv_gaps += u64::from(gap);
+            counters.kv_skipped += skipped as u64;
+        });
+    }
+
+    fn replica(&self, id: ReplicaId, change: impl FnOnce(&mut ReplicaCounters)) {
+        change(lock(&self.replicas).entry(id).or_default());
+    }
+
+    /// The page. Gauges are read from the fleet at this moment.
+    pub(crate) fn render(&self, fleet: &Fleet) -> String {
+        let mut page = Page::default();
+        page.family("baton_requests_total", "counter", "Requests that ended, by route and outcome.");
+        for ((route, outcome), count) in lock(&self.requests).iter() {
+            page.sample("baton_requests_total", &[("route", route), ("outcome", outcome)], *count as f64);
+        }
+        page.family("baton_attempt_faults_total", "counter", "Attempts at a replica that came to nothing, by cause.");
+        for (fault, count) in lock(&self.faults).iter() {
+            page.sample("baton_attempt_faults_total", &[("fault", fault)], *count as f64);
+        }
+        page.histogram("baton_ttft_seconds", "From a request's arrival to its first token.", &self.ttft);
+        page.histogram("baton_token_gap_seconds", "Between events with output of one stream.", &self.token_gap);
+        page.histogram("baton_request_duration_seconds", "From a request's arrival to its end.", &self.duration);
+        page.histogram("baton_held_seconds", "In the router's queue, for requests that did not go at once.", &self.held);
+        page.histogram("baton_intake_seconds", "Parsing, tokenizing and keying a request.", &self.intake);
+        self.render_replicas(&mut page, fleet);
+        page.family("baton_held_requests", "gauge", "Requests waiting in the router.");
+        page.sample("baton_held_requests", &[], fleet.peek_router(|router, _| router.held()) as f64);
+        page.family("baton_live_requests", "gauge", "Requests in the gateway.");
+        page.sample("baton_live_requests", &[], fleet.live().len() as f64);
+        page.text
+    }
+
+    fn render_replicas(&self, page: &mut Page, fleet: &Fleet) {
+        let engines = fleet.engines();
+        let counters = lock(&self.replicas).clone();
+        let of = |id: ReplicaId| counters.get(&id).copied().unwrap_or_default();
+        let families: [(&str, &str, fn(&ReplicaCounters) -> u64); 7] = [
+            ("baton_attempts_total", "Requests sent to a replica.", |c| c.attempts),
+            ("baton_prompt_tokens_total", "Prompt tokens of finished requests.", |c| c.prompt_tokens),
+            ("baton_cached_tokens_total", "Of these, tokens whose KV was there, as the engine says.", |c| c.cached_tokens),
+            ("baton_output_tokens_total", "Output tokens of finished requests.", |c| c.output_tokens),
+            ("baton_kv_batches_total", "Batches of KV events taken in.", |c| c.kv_batches),
+            ("baton_kv_gaps_total", "Batches that came before their predecessors.", |c| c.kv_gaps),
+            ("baton_kv_skipped_total", "KV events that the index cannot use.", |c| c.kv_skipped),
+        ];
+        for (name, help, value) in families {
+            page.family(name, "counter", help);
+            for engine in &engines {
+                page.sample(name, &[("replica", &engine.name)], value(&of(engine.id)) as f64);
+            }
+        }
+        page.family("baton_replica_ready", "gauge", "1 when the replica takes new requests.");
+        for engine in &engines {
+            let ready = engine.facts().health == Health::Ready;
+            page.sample("baton_replica_ready", &[("replica", &engine.name)], f64::from(u8::from(ready)));
+        }
+        page.family("baton_replica_step_error", "gauge", "Relative error of predicted step times, moving average.");
+        for engine in &engines {
+            page.sample("baton_replica_step_error", &[("replica", &engine.name)], engine.facts().step_error);
+        }
+        let statuses = fleet.peek_router(|router, now| router.fleet(now));
+        let name = |id: ReplicaId| engines.get(id.index()).map_or("", |engine| engine.name.as_str());
+        page.family("baton_replica_queue_seconds", "gauge", "Predicted wait before a new prompt starts.");
+        for status in &statuses {
+            page.sample("baton_replica_queue_seconds", &[("replica", name(status.id))], status.queue_ms / 1e3);
+        }
+        page.family("baton_replica_in_flight", "gauge", "Requests sent and not ended.");
+        for status in &statuses {
+            page.sample("baton_replica_in_flight", &[("replica", name(status.id))], f64::from(status.in_flight));
+        }
+        page.family("baton_replica_kv_blocks_free", "gauge", "KV blocks not pinned by running requests, by the router's books.");
+        for status in &statuses {
+            page.sample("baton_replica_kv_blocks_free", &[("replica", name(status.id))], status.kv_blocks_free.as_f64());
+        }
+        page.family("baton_replica_kv_blocks_indexed", "gauge", "Blocks believed to be on the replica.");
+        for status in &statuses {
+            page.sample("baton_replica_kv_blocks_indexed", &[("replica", name(status.id))], f64::from(status.kv_blocks_indexed));
+        }
+    }
+}
+
+impl Histogram {
+    fn observe(&self, span: Duration) {
+        let seconds = span.as_secs_f64();
+        if let Some(bucket) = BOUNDS_S.iter().position(|bound| seconds <= *bound) {
+            self.buckets[bucket].fetch_add(1, Ordering::Relaxed);
+        }
+        self.count.fetch_add(1, Ordering::Relaxed);
+        self.sum_ns.fetch_add(u64::try_from(span.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+}
+
+fn fault_name(fault: Fault) -> &'static str {
+    match fault {
+        Fault::Unreachable => "unreachable",
+        Fault::Status(_) => "status",
+        Fault::NoFirstToken(_) => "no-first-token",
+        Fault::Stalled(_) => "stalled",
+        Fault::InBand => "in-band-error",
+        Fault::Truncated => "truncated",
+        Fault::Aborted => "aborted",
+        Fault::Garbled => "garbled",
+    }
+}
+
+#[derive(Default)]
+struct Page {
+    text: String,
+}
+
+impl Page {
+    fn family(&mut self, name: &str, kind: &str, help: &str) {
+        self.line(format_args!("# HELP {name} {help}\n# TYPE {name} {kind}\n"));
+    }
+
+    fn sample(&mut self, name: &str, labels: &[(&str, &str)], value: f64) {
+        self.text.push_str(name);
+        if !labels.is_empty() {
+            let escape = |value: &str| value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
+            let labels: Vec<String> = labels.iter().map(|(label, value)| format!("{label}=\"{}\"", escape(value))).collect();
+            self.line(format_args!("{{{}}}", labels.join(",")));
+        }
+        self.line(format_args!(" {value}\n"));
+    }
+
+    fn histogram(&mut self, name: &str, help: &str, histogram: &Histogram) {
+        self.family(name, "histogram", help);
+        let bucket = format!("{name}_bucket");
+        let mut below = 0;
+        for (bound, count) in BOUNDS_S.iter().zip(&histogram.buckets) {
+            below += count.load(Ordering::Relaxed);
+            self.sample(&bucket, &[("le", &bound.to_string())], below as f64);
+        }
+        let count = histogram.count.load(Ordering::Relaxed) as f64;
+        self.sample(&bucket, &[("le", "+Inf")], count);
+        self.sample(&format!("{name}_sum"), &[], histogram.sum_ns.load(Ordering::Relaxed) as f64 / 1e9);
+        self.sample(&format!("{name}_count"), &[], count);
+    }
+
+    fn line(&mut self, arguments: std::fmt::Arguments<'_>) {
+        self.text.write_fmt(arguments).expect("writing to a string cannot fail");
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_histogram_counts_cumulatively() {
+        let histogram = Histogram::default();
+        for ms in [1, 3, 400, 1_000_000] {
+            histogram.observe(Duration::from_millis(ms));
+        }
+        let mut page = Page::default();
+        page.histogram("x", "Help.", &histogram);
+        assert!(page.text.starts_with("# HELP x Help.\n# TYPE x histogram\nx_bucket{le=\"0.001\"} 1\n"));
+        assert!(page.text.contains("x_bucket{le=\"0.005\"} 2\n") && page.text.contains("x_bucket{le=\"300\"} 3\n"));
+        assert!(page.text.contains("x_bucket{le=\"+Inf\"} 4\n") && page.text.ends_with("x_count 4\n"));
+    }
+
+    #[test]
+    fn label_values_are_escaped() {
+        let mut page = Page::default();
+        page.sample("x", &[("replica", "a\"b\n")], 1.0);
+        assert_eq!(page.text, "x{replica=\"a\\\"b\\n\"} 1\n");
+    }
+}

@@ -1,0 +1,121 @@
+//! Paths that the gateway does not understand itself (`/v1/embeddings`, `/v1/responses`, `/tokenize`, …): sent to an engine that
+//! serves the model and has the path, answered as the engine answers.
+
+use std::sync::{Arc, atomic::Ordering};
+
+use axum::{
+    body::Body,
+    extract::{Request, State},
+    response::{IntoResponse, Response},
+};
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header, request::Parts};
+use http_body_util::Full;
+
+use crate::{
+    api::read_body,
+    engine::{Engine, Health},
+    fleet::Stage,
+    gateway::Shared,
+    json::RawObject,
+    refusal::{NO_REPLICA_RETRY, Refusal},
+    reserved, upstream,
+};
+
+/// Paths outside `/v1` that engines answer for clients. All others of an engine are its operator's business.
+const ROOT_PATHS: [&str; 4] = ["/tokenize", "/detokenize", "/version", "/score"];
+
+/// Headers of a client that an engine gets to see. Credentials are not among them.
+const TO_ENGINE: [HeaderName; 4] =
+    [header::CONTENT_TYPE, header::ACCEPT, HeaderName::from_static("traceparent"), HeaderName::from_static("tracestate")];
+
+/// Headers of an engine that a client gets to see.
+const TO_CLIENT: [HeaderName; 3] = [header::CONTENT_TYPE, header::CONTENT_LENGTH, header::RETRY_AFTER];
+
+pub(crate) async fn forward(State(shared): State<Arc<Shared>>, request: Request) -> Response {
+    let (head, body) = request.into_parts();
+    match pass(&shared, &head, body).await {
+        Ok(response) => response,
+        Err(refusal) => refusal.into_response(),
+    }
+}
+
+async fn pass(shared: &Shared, head: &Parts, body: Body) -> Result<Response, Refusal> {
+    let fleet = &shared.fleet;
+    let path = head.uri.path();
+    // Adapters and caches are loaded by operators, at the engine.
+    let for_operators = path.ends_with("_lora_adapter");
+    if !(path.starts_with("/v1/") && !for_operators || ROOT_PATHS.contains(&path)) {
+        return Err(Refusal::NoSuchPath);
+    }
+    if fleet.stage() != Stage::Serving {
+        return Err(Refusal::Draining);
+    }
+    let mut bytes = read_body(body, fleet.front.body_limit).await?;
+    let mut model = None;
+    if let Ok(mut object) = serde_json::from_slice::<RawObject>(&bytes) {
+        let stripped = reserved::stripped(fleet.front.client_chat_template).filter(|field| object.remove(field)).count();
+        let hidden = ["cache_salt", "priority"].into_iter().filter(|field| object.remove(field)).count();
+        model = object.read::<String>("model").ok().flatten();
+        if stripped + hidden > 0 {
+            bytes = object.to_vec().into();
+        }
+    }
+    let mut engines: Vec<Arc<Engine>> = fleet.engines();
+    engines.retain(|engine| engine.facts().health == Health::Ready);
+    engines.retain(|engine| model.as_ref().is_none_or(|model| engine.model(model).is_some()));
+    if engines.is_empty() {
+        return Err(Refusal::NoReplica { retry_after: NO_REPLICA_RETRY });
+    }
+    let turn = shared.turn.fetch_add(1, Ordering::Relaxed) % engines.len();
+    engines.rotate_left(turn);
+    let mut last = None;
+    for engine in engines {
+        match send(shared, &engine, head, &bytes).await {
+            // Another kind of engine may have what this one lacks.
+            Some(response) if lacks_path(response.status()) => last = Some(response),
+            Some(response) => return Ok(response),
+            None => {}
+        }
+    }
+    last.ok_or(Refusal::NoReplica { retry_after: NO_REPLICA_RETRY })
+}
+
+fn lacks_path(status: StatusCode) -> bool {
+    matches!(status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED)
+}
+
+/// One try; `None` when the engine was not reached. Dropping the response's body closes the connection to the engine.
+async fn send(shared: &Shared, engine: &Engine, head: &Parts, body: &Bytes) -> Option<Response> {
+    let path = head.uri.path_and_query().map_or("/", http::uri::PathAndQuery::as_str);
+    let method: Method = head.method.clone();
+    let mut request =
+        upstream::request(method, engine.url().join(path), engine.config.key.as_deref()).body(Full::new(body.clone())).ok()?;
+    copy_headers(&head.headers, request.headers_mut(), &TO_ENGINE);
+    let answer = match shared.fleet.upstream.forward(request).await {
+        Ok(answer) => answer,
+        Err(error) => {
+            tracing::debug!(replica = %engine.name, %error, "no answer to a request passed through");
+            shared.fleet.suspect(engine.id, baton_session::Fault::Unreachable);
+            return None;
+        }
+    };
+    let (parts, body) = answer.into_parts();
+    let mut response = Response::new(Body::new(body));
+    *response.status_mut() = parts.status;
+    copy_headers(&parts.headers, response.headers_mut(), &TO_CLIENT);
+    if let Some(id) = crate::identity::client_request_id(&head.headers)
+        && let Ok(id) = HeaderValue::from_str(id)
+    {
+        response.headers_mut().insert("x-request-id", id);
+    }
+    Some(response)
+}
+
+fn copy_headers(from: &HeaderMap, to: &mut HeaderMap, names: &[HeaderName]) {
+    for name in names {
+        if let Some(value) = from.get(name) {
+            to.insert(name, value.clone());
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! From a prompt to its tokens and block keys, as exactly as the gateway can.
+
+use std::sync::Arc;
+
+use baton_kv::{BlockKey, KeyDomain, chain_keys};
+use baton_text::{TemplateError, Tokenizer};
+use baton_units::{BlockSize, Tokens};
+use baton_wire::openai::Prompt;
+use serde_json::Value;
+
+use crate::intake::{ChatPrompt, PromptSource};
+
+/// Prompts above this many bytes are tokenized off the threads that carry streams: HF tokenizers take about 1 ms for 4 KiB.
+const INLINE_BYTES_MAX: usize = 8 << 10;
+
+/// The model part of every key domain. One constant serves several models, since a replica's KV is of its own model only and a request
+/// is never quoted by replicas of another one.
+pub(crate) const KEY_MODEL: &str = "";
+
+/// A prompt as the router sees it.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Tokenized {
+    /// Of the first prompt when there are several.
+    pub(crate) tokens: Vec<u32>,
+    /// Over all prompts.
+    pub(crate) count: Tokens,
+    /// The tokens are the engine's; otherwise four bytes of text stand for one, which still finds shared beginnings.
+    pub(crate) exact: bool,
+}
+
+/// Tokenizes by the model's own tokenizer and template where they are known.
+#[derive(Debug, Clone)]
+pub(crate) struct Tokenization {
+    text: Option<Arc<Tokenizer>>,
+    estimate: Arc<Tokenizer>,
+}
+
+impl Tokenization {
+    pub(crate) fn new(text: Option<Arc<Tokenizer>>) -> Self {
+        Self { text, estimate: Arc::new(Tokenizer::bytes4()) }
+    }
+
+    pub(crate) async fn tokenize(&self, source: &PromptSource) -> Tokenized {
+        if source.bytes() <= INLINE_BYTES_MAX {
+            return self.tokenize_now(source);
+        }
+        let (tokenization, source) = (self.clone(), source.clone());
+        tokio::task::spawn_blocking(move || tokenization.tokenize_now(&source)).await.expect("tokenizing does not panic")
+    }
+
+    fn tokenize_now(&self, source: &PromptSource) -> Tokenized {
+        match source {
+            PromptSource::Chat(chat) => self.tokenize_chat(chat),
+            PromptSource::Completion { prompt, add_special } => self.tokenize_completion(prompt, *add_special),
+        }
+    }
+
+    fn tokenize_chat(&self, chat: &ChatPrompt) -> Tokenized {
+        let rendered = self.text.as_ref().map(|text| Ok::<_, TemplateError>((text, chat.render(text)?)));
+        match rendered {
+            Some(Ok((text, prompt))) => Tokenized::exact(text.encode(&prompt, chat.add_special)),
+            Some(Err(error)) => {
+                // The engine may know better (images), and says itself what it does not take.
+                tracing::debug!(%error, "estimated a prompt that the chat template does not render");
+                self.estimate(chat.messages.get().trim_end_matches(']'))
+            }
+            None => self.estimate(chat.messages.get().trim_end_matches(']')),
+        }
+    }
+
+    fn tokenize_completion(&self, prompt: &Prompt, add_special: bool) -> Tokenized {
+        let text = |text: &String| match &self.text {
+            Some(tokenizer) => Tokenized::exact(tokenizer.encode(text, add_special)),
+            None => self.estimate(text),
+        };
+        match prompt {
+            Prompt::Text(one) => text(one),
+            Prompt::Tokens(tokens) => Tokenized::exact(tokens.clone()),
+            Prompt::Texts(texts) => Tokenized::first_of(texts.iter().map(text)),
+            Prompt::TokenLists(lists) => Tokenized::first_of(lists.iter().cloned().map(Tokenized::exact)),
+        }
+    }
+
+    fn estimate(&self, text: &str) -> Tokenized {
+        Tokenized { exact: false, ..Tokenized::exact(self.estimate.encode(text, false)) }
+    }
+}
+
+impl Tokenized {
+    fn exact(tokens: Vec<u32>) -> Self {
+        Self { count: Tokens(tokens.len() as u32), tokens, exact: true }
+    }
+
+    fn first_of(mut prompts: impl Iterator<Item = Self>) -> Self {
+        let Some(first) = prompts.next() else { return Self::default() };
+        let rest: Tokens = prompts.map(|prompt| prompt.count).sum();
+        Self { count: first.count + rest, ..first }
+    }
+}
+
+impl PromptSource {
+    /// About how much text there is to tokenize; ids need no tokenizing.
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Chat(chat) => chat.messages.get().len(),
+            Self::Completion { prompt: Prompt::Text(text), .. } => text.len(),
+            Self::Completion { prompt: Prompt::Texts(texts), .. } => texts.iter().map(String::len).sum(),
+            Self::Completion { prompt: Prompt::Tokens(_) | Prompt::TokenLists(_), .. } => 0,
+        }
+    }
+}
+
+impl ChatPrompt {
+    fn render(&self, text: &Tokenizer) -> Result<String, TemplateError> {
+        let parse = |raw: &serde_json::value::RawValue| -> Value { serde_json::from_str(raw.get()).unwrap_or_default() };
+        let tools = self.tools.as_deref().map(parse);
+        text.render_chat(&parse(&self.messages), tools.as_ref(), self.add_generation_prompt, &self.kwargs)
+    }
+}
+
+/// The chain of a request's block keys, which grows from its prompt to its output.
+#[derive(Debug, Clone)]
+pub(crate) struct KeyChain {
+    root: BlockKey,
+    size: BlockSize,
+    tokens: Vec<u32>,
+    prompt: usize,
+}
+
+impl KeyChain {
+    pub(crate) fn new(adapter: Option<&str>, salt: Option<&str>, size: BlockSize, tokens: Vec<u32>) -> Self {
+        Self { root: KeyDomain { model: KEY_MODEL, adapter, salt }.root(), size, prompt: tokens.len(), tokens }
+    }
+
+    /// Keys of the full blocks so far.
+    pub(crate) fn keys(&self) -> Arc<[BlockKey]> {
+        chain_keys(self.root, &self.tokens, self.size).into()
+    }
+
+    pub(crate) fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    pub(crate) fn block_size(&self) -> BlockSize {
+        self.size
+    }
+
+    pub(crate) fn extend(&mut self, output: &[u32]) {
+        self.tokens.extend_from_slice(output);
+    }
+
+    /// Back to the prompt alone, for an attempt that starts afresh.
+    pub(crate) fn forget_output(&mut self) {
+        self.tokens.truncate(self.prompt);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_wire::openai::Prompt;
+    use http::HeaderMap;
+
+    use super::*;
+    use crate::{
+        config::FrontConfig,
+        intake::{Api, Intake},
+    };
+
+    fn chat(body: &str) -> PromptSource {
+        Intake::read(Api::Chat, &HeaderMap::new(), body.as_bytes(), &FrontConfig::default()).unwrap().prompt
+    }
+
+    fn keys(tokenized: &Tokenized) -> Arc<[BlockKey]> {
+        KeyChain::new(None, None, BlockSize::new(4).unwrap(), tokenized.tokens.clone()).keys()
+    }
+
+    #[test]
+    fn a_known_template_gives_the_engines_tokens() {
+        let tokenization = Tokenization::new(Some(Arc::new(Tokenizer::bytes4())));
+        let tokenized = tokenization.tokenize_now(&chat(r#"{"messages":[{"role":"user","content":"hi"}]}"#));
+        assert!(tokenized.exact);
+        let prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n";
+        assert_eq!(tokenized.tokens, Tokenizer::bytes4().encode(prompt, false));
+    }
+
+    #[test]
+    fn without_a_tokenizer_a_growing_conversation_still_shares_its_beginning() {
+        let tokenization = Tokenization::new(None);
+        let long = "x".repeat(200);
+        let turn = format!(r#"{{"role":"user","content":"{long}"}}"#);
+        let first = tokenization.tokenize_now(&chat(&format!(r#"{{"messages":[{turn}]}}"#)));
+        let second = tokenization.tokenize_now(&chat(&format!(r#"{{"messages":[{turn},{{"role":"assistant","content":"ok"}}]}}"#)));
+        assert!(!first.exact && second.count > first.count);
+        let (first, second) = (keys(&first), keys(&second));
+        let shared = first.iter().zip(&*second).take_while(|(a, b)| a == b).count();
+        assert!(shared + 1 >= first.len() && shared > 8, "{shared} of {}", first.len());
+    }
+
+    #[test]
+    fn what_the_template_refuses_is_estimated() {
+        let tokenization = Tokenization::new(Some(Arc::new(Tokenizer::bytes4())));
+        let image = r#"{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:"}}]}]}"#;
+        assert!(!tokenization.tokenize_now(&chat(image)).exact);
+    }
+
+    #[test]
+    fn several_prompts_count_together_and_the_first_names_the_blocks() {
+        let tokenization = Tokenization::new(None);
+        let lists = Prompt::TokenLists(vec![vec![1, 2, 3], vec![4, 5]]);
+        let tokenized = tokenization.tokenize_completion(&lists, true);
+        assert_eq!((tokenized.tokens.as_slice(), tokenized.count, tokenized.exact), ([1, 2, 3].as_slice(), Tokens(5), true));
+    }
+
+    #[test]
+    fn adapters_and_salts_have_chains_of_their_own() {
+        let chain = |adapter, salt| KeyChain::new(adapter, salt, BlockSize::new(2).unwrap(), vec![1, 2]).keys();
+        let chains = [chain(None, None), chain(Some("a"), None), chain(None, Some("a"))];
+        assert!(chains[0] != chains[1] && chains[0] != chains[2] && chains[1] != chains[2]);
+    }
+}
