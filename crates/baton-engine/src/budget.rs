@@ -23,21 +23,21 @@ impl StepBudget {
         Self { policy, fit, planned: 0, load: StepLoad::default() }
     }
 
-    /// Tokens that decode rows may still take.
+    /// Tokens that rows which decode already may still take.
     pub(crate) fn room_for_decode(&self) -> u32 {
         match self.policy {
             TokenBudget::Fixed(most) | TokenBudget::Latency { most, .. } => most.0.saturating_sub(self.planned),
         }
     }
 
-    /// Tokens that one prefill row may take after `context` tokens whose KV exists.
-    pub(crate) fn room_for_prefill(&self, context: u32) -> u32 {
+    /// How many of the `want` tokens of a prefill row may be computed, after `context` tokens whose KV exists.
+    pub(crate) fn room_for_prefill(&self, want: u32, context: u32) -> u32 {
+        let want = want.min(self.room_for_decode());
         match self.policy {
-            TokenBudget::Fixed(most) => most.0.saturating_sub(self.planned),
-            TokenBudget::Latency { target, least, most } => {
-                let fits = self.tokens_within(target.as_secs_f64(), f64::from(context));
-                let fits = fits.min(f64::from(most.0)) as u32;
-                fits.max(least.0.saturating_sub(self.planned)).min(most.0.saturating_sub(self.planned))
+            TokenBudget::Fixed(_) => want,
+            TokenBudget::Latency { target, least, .. } => {
+                let fits = self.tokens_within(target.as_secs_f64(), want, context);
+                fits.max(want.min(least.0.saturating_sub(self.planned)))
             }
         }
     }
@@ -59,14 +59,20 @@ impl StepBudget {
         };
     }
 
-    /// The largest `n` for which a step with `n` more prompt tokens after `context` takes at most `target_s`: the root of
-    /// `a n^2 + (t + a c) n = spare`, with `t` seconds a token and `a` seconds a pair of tokens, where the compute side decides.
-    fn tokens_within(&self, target_s: f64, context: f64) -> f64 {
+    /// The largest `n <= want` for which a step with `n` more prompt tokens after `context` takes at most `target_s`.
+    fn tokens_within(&self, target_s: f64, want: u32, context: u32) -> u32 {
         let spare = target_s - self.fit.fixed_s;
         if self.fit.memory_s(&self.load) > spare {
-            return 0.0;
+            return 0;
         }
-        let spare = spare - self.fit.compute_s(&self.load);
+        let fits = self.tokens_computed_within(spare - self.fit.compute_s(&self.load), f64::from(context));
+        let fits = fits.min(f64::from(want)) as u32;
+        // A row of one token reads its context like a decode, which the root does not know of.
+        if fits == 1 && self.fit.step_s(&self.load.and(row_load(1, context))) > target_s { 0 } else { fits }
+    }
+
+    /// The root of `a n^2 + (t + a c) n = spare`, with `t` seconds a token and `a` seconds a pair of tokens.
+    fn tokens_computed_within(&self, spare: f64, context: f64) -> f64 {
         let linear = self.fit.per_token_s + self.fit.per_attended_s * context;
         if spare <= 0.0 {
             return 0.0;
@@ -102,6 +108,7 @@ mod tests {
             fit in fit(),
             decodes in prop::collection::vec(1u32..5_000, 0..50),
             context in 0u32..50_000,
+            want in 1u32..20_000,
             target_ms in 1.0f64..100.0,
             least in 1u32..100,
             most in 100u32..10_000,
@@ -112,13 +119,14 @@ mod tests {
             for decode in &decodes {
                 budget.add(1, *decode);
             }
-            let step_s = |tokens: u32| fit.step_s(&budget.load.and(StepLoad::prefill(Tokens(tokens), Tokens(context))));
-            let room = budget.room_for_prefill(context);
+            let step_s = |tokens: u32| fit.step_s(&if tokens == 0 { budget.load } else { budget.load.and(row_load(tokens, context)) });
+            let room = budget.room_for_prefill(want, context);
+            prop_assert!(room <= want);
             let total = room + decodes.len() as u32;
             prop_assert!(total <= most.max(decodes.len() as u32));
             let tolerance = 1.0 + 1e-9;
             prop_assert!(room == 0 || total <= least || step_s(room) <= target.as_secs_f64() * tolerance, "{room} tokens are too many");
-            prop_assert!(total >= most || step_s(room + 1) > target.as_secs_f64() / tolerance, "{room} tokens are too few");
+            prop_assert!(room == want || total >= most || step_s(room + 1) > target.as_secs_f64() / tolerance, "{room} tokens are too few");
         }
 
         #[test]
@@ -132,7 +140,7 @@ mod tests {
                 budget.give_back(new, context);
             }
             prop_assert_eq!((budget.planned, budget.load), (0, StepLoad::default()));
-            prop_assert_eq!(budget.room_for_prefill(3), 5_000);
+            prop_assert_eq!(budget.room_for_prefill(9_999, 3), 5_000);
         }
     }
 }

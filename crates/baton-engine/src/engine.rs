@@ -22,6 +22,8 @@ use sequence::{Ends, Rank, Sequence, Shared};
 ///   never waits for a whole prefill.
 /// - A running sequence that needs a block when none can be had takes it from the last one in rank, which waits again and later
 ///   computes anew what the prefix cache has not kept.
+///   Thus the first in rank goes on (a choice that is alone and lacks the block for its copy starts again from the prefix cache),
+///   and every admitted sequence ends.
 /// - Unless that happened, waiting sequences are admitted in rank while budget, blocks and `max_running` allow. Nobody passes the
 ///   first, so that a large one is not starved by small ones.
 /// - The rank is arrival, or priority and then arrival; choices of one request follow each other.
@@ -261,7 +263,7 @@ impl Engine {
             blocks_total: self.pool.total(),
             blocks_free: self.pool.free(),
             blocks_reclaimable: self.pool.reclaimable(),
-            token_budget: Tokens(budget.planned + budget.room_for_prefill(0)),
+            token_budget: Tokens(budget.planned + budget.room_for_prefill(u32::MAX, 0)),
             step_fit: self.calibrator.fit(),
             step_prior: self.calibrator.prior(),
             step_error: self.calibrator.error(),

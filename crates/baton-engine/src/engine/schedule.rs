@@ -45,9 +45,8 @@ impl Engine {
 
     /// Tokens that a sequence may compute in this step.
     fn chunk(&self, remaining: u32, computed: u32, budget: &StepBudget) -> u32 {
-        let room = if remaining == 1 { budget.room_for_decode() } else { budget.room_for_prefill(computed) };
         let threshold = self.config.long_prefill.map_or(u32::MAX, |tokens| tokens.0);
-        remaining.min(threshold).min(room)
+        budget.room_for_prefill(remaining.min(threshold), computed)
     }
 
     /// Schedules `want` tokens of a running sequence, preempting from the last in rank, at worst the sequence itself.

@@ -133,7 +133,7 @@ impl World {
 
     /// One step, during which `during` happens; false when there was nothing to do.
     fn step_during(&mut self, during: impl FnOnce(&mut Engine)) -> bool {
-        let first = self.engine.running.first().map(|sequence| sequence.rank).filter(|_| self.engine.running.len() > 1);
+        let before: Vec<_> = self.engine.running.iter().map(|sequence| sequence.rank).collect();
         let Some(plan) = self.engine.plan(self.now) else {
             assert!(self.engine.is_idle(), "nothing was planned though {:?} waits", self.engine.waiting.keys().next());
             return false;
@@ -143,10 +143,8 @@ impl World {
         let result = plan.run(&mut self.executor);
         assert_eq!(self.engine.in_flight, Some(load));
         self.check_budget(tokens, &load);
-        if let Some(first) = first {
-            let runs = self.engine.running.iter().any(|sequence| sequence.rank == first);
-            assert!(runs, "the first in rank is never preempted while another runs");
-        }
+        let kept = |rank: &Rank| self.engine.running.iter().any(|sequence| sequence.rank == *rank);
+        assert!(before.iter().map(kept).is_sorted_by(|a, b| a >= b), "nobody is preempted while one later in rank goes on");
         self.now += result.elapsed;
         during(&mut self.engine);
         let outputs = self.engine.complete(result, self.now);

@@ -325,19 +325,20 @@ impl Harness {
         let count = self.sequences.len();
         match operation {
             Operation::Admit(domain, tokens) => self.admit(domain, &tokens),
-            Operation::Append(index, tokens) if count > 0 => _ = self.append(index % count, &tokens),
-            Operation::Rewrite(index) if count > 0 => {
-                let index = index % count;
-                if let Some(token) = self.sequences[index].tokens.pop()
-                    && !self.append(index, &[token])
-                {
-                    self.sequences[index].tokens.push(token);
-                }
-            }
-            Operation::Fork(index) if count > 0 => self.fork(index % count),
-            Operation::Release(index) if count > 0 => self.release(index % count),
             Operation::Reset => self.reset(),
-            _ => {}
+            Operation::Append(..) | Operation::Rewrite(_) | Operation::Fork(_) | Operation::Release(_) if count == 0 => {}
+            Operation::Append(index, tokens) => _ = self.append(index % count, &tokens),
+            Operation::Rewrite(index) => self.rewrite(index % count),
+            Operation::Fork(index) => self.fork(index % count),
+            Operation::Release(index) => self.release(index % count),
+        }
+    }
+
+    fn rewrite(&mut self, index: usize) {
+        if let Some(token) = self.sequences[index].tokens.pop()
+            && !self.append(index, &[token])
+        {
+            self.sequences[index].tokens.push(token);
         }
     }
 }

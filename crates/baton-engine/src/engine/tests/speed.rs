@@ -82,7 +82,7 @@ fn chunking_cuts_the_99th_percentile_of_gaps_at_least_threefold_at_equal_load() 
                 id += 1;
                 let len = if id % 4 == 0 { 8_000 } else { 300 };
                 world.submit(request(id, &prompt(id as u32 * 31, len), greedy(60)));
-                next = next + Duration::from_secs_f64(-0.12 * (1.0 - rng.f64()).ln());
+                next += Duration::from_secs_f64(-0.12 * (1.0 - rng.f64()).ln());
             }
             if !world.step() {
                 world.now = next.max(world.now);
