@@ -1,1 +1,22 @@
-//! TODO
+//! A replica on the network: an engine behind the HTTP routes, metrics and KV events of a vLLM server, so that any router written
+//! for one can sit in front of it.
+//!
+//! The engine runs on a thread of its own; requests reach it over a channel and each has its own way back, so that a slow client
+//! holds up nobody. With [`Pace::Modelled`] nothing is computed and steps last as long as the cost model says: an emulated engine
+//! for load tests of this or any router. This crate decides nothing about scheduling and routes nothing; it does no TLS and no
+//! authentication.
+
+mod choice;
+mod clock;
+mod config;
+mod driver;
+mod generation;
+mod http;
+mod kv_publisher;
+mod metrics;
+mod request;
+mod serve;
+mod stop;
+
+pub use config::{KvEventsConfig, Pace, ReplicaConfig};
+pub use serve::{ReplicaError, serve};

@@ -1,0 +1,278 @@
+//! The routes of a vLLM server, and the replica's own report.
+
+mod admin;
+mod chat;
+mod completions;
+mod generate;
+mod logprobs;
+mod tokenize;
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicU32, Ordering},
+};
+
+use axum::{
+    Router,
+    body::Body,
+    extract::{DefaultBodyLimit, Request, State, rejection::BytesRejection},
+    middleware::{self, Next},
+    response::Response,
+    routing::{get, post},
+};
+use baton_text::{TemplateError, Tokenizer};
+use baton_wire::{
+    openai::{ErrorBody, Head, Sampling, parse},
+    replica::KvEventSource,
+    sse,
+};
+use bytes::Bytes;
+use futures_util::{Stream, stream};
+use http::{HeaderMap, StatusCode, header};
+use serde::{Serialize, de::DeserializeOwned};
+use serde_json::{Map, Value, json};
+
+use crate::{
+    ReplicaConfig,
+    clock::Clock,
+    driver::EngineHandle,
+    generation::{Generation, Step, engine_gone},
+    metrics::Metrics,
+    request::Limits,
+};
+
+/// A prompt of 128k token ids is about 1 MB of JSON; a batch of them must still fit.
+const BODY_BYTES_MAX: usize = 64 << 20;
+/// Text above this length is tokenized on a thread of its own: about a millisecond's work.
+const TEXT_INLINE_MAX: usize = 4096;
+
+/// What every handler works with.
+pub(crate) struct App {
+    pub(crate) config: ReplicaConfig,
+    pub(crate) tokenizer: Arc<Tokenizer>,
+    pub(crate) engine: EngineHandle,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) clock: Clock,
+    pub(crate) limits: Limits,
+    pub(crate) kv_events: Option<KvEventSource>,
+    pub(crate) numerics_id: String,
+    pub(crate) incarnation: u64,
+    /// Requests for tokens being served, for `/load`.
+    pub(crate) load: AtomicU32,
+}
+
+pub(crate) fn router(app: Arc<App>) -> Router {
+    let generating = Router::new()
+        .route("/v1/chat/completions", post(chat::chat))
+        .route("/v1/completions", post(completions::completions))
+        .route("/inference/v1/generate", post(generate::generate))
+        .route_layer(middleware::from_fn_with_state(Arc::clone(&app), count_load));
+    Router::new()
+        .merge(generating)
+        .route("/health", get(admin::health))
+        .route("/ping", get(admin::health).post(admin::health))
+        .route("/load", get(admin::load))
+        .route("/version", get(admin::version))
+        .route("/metrics", get(admin::metrics))
+        .route("/v1/models", get(admin::models))
+        .route("/tokenize", post(tokenize::tokenize))
+        .route("/detokenize", post(tokenize::detokenize))
+        .route("/kv_event_sources", get(admin::kv_event_sources))
+        .route("/abort_requests", post(admin::abort_requests))
+        .route("/reset_prefix_cache", post(admin::reset_prefix_cache))
+        .route("/baton/v1/replica", get(admin::report))
+        .fallback(|| async { plain(StatusCode::NOT_FOUND, "Not Found") })
+        .method_not_allowed_fallback(|| async { plain(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed") })
+        .layer(DefaultBodyLimit::max(BODY_BYTES_MAX))
+        .with_state(app)
+}
+
+/// Held while an answer is being made, streamed ones included.
+struct Load(Arc<App>);
+
+impl Load {
+    fn begin(app: &Arc<App>) -> Self {
+        app.load.fetch_add(1, Ordering::Relaxed);
+        Self(Arc::clone(app))
+    }
+}
+
+impl Drop for Load {
+    fn drop(&mut self) {
+        self.0.load.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+async fn count_load(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let load = Load::begin(&app);
+    let (parts, body) = next.run(request).await.into_parts();
+    // The guard goes with the body, which ends or is dropped with the answer.
+    let body = http_body_util::BodyExt::map_frame(body, move |frame| {
+        let _held = &load;
+        frame
+    });
+    Response::from_parts(parts, Body::new(body))
+}
+
+/// FastAPI's own errors.
+fn plain(status: StatusCode, detail: &str) -> Response {
+    json_response(status, &json!({ "detail": detail }))
+}
+
+fn json_response(status: StatusCode, value: &impl Serialize) -> Response {
+    let body = serde_json::to_vec(value).expect("wire types serialize");
+    respond(status, "application/json", Body::from(body))
+}
+
+fn respond(status: StatusCode, content_type: &'static str, body: Body) -> Response {
+    let mut response = Response::new(body);
+    *response.status_mut() = status;
+    response.headers_mut().insert(header::CONTENT_TYPE, header::HeaderValue::from_static(content_type));
+    response
+}
+
+fn answer(result: Result<Response, ErrorBody>) -> Response {
+    result.unwrap_or_else(|error| {
+        let status = StatusCode::from_u16(error.code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        let mut response = respond(status, "application/json", Body::from(error.to_json()));
+        if status == StatusCode::TOO_MANY_REQUESTS {
+            response.headers_mut().insert(header::RETRY_AFTER, header::HeaderValue::from_static("1"));
+        }
+        response
+    })
+}
+
+/// The request as JSON of its type; vLLM takes no other media type.
+fn read<T: DeserializeOwned>(headers: &HeaderMap, body: Result<Bytes, BytesRejection>) -> Result<T, ErrorBody> {
+    let media_type = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    if !media_type.split(';').next().unwrap_or_default().trim().eq_ignore_ascii_case("application/json") {
+        return Err(ErrorBody::unsupported_media_type());
+    }
+    parse(&body.map_err(|rejection| ErrorBody::new(rejection.status().as_u16(), "BadRequestError", None, rejection.body_text()))?)
+}
+
+impl App {
+    /// The name to answer under; a model that is not here is 404.
+    fn model(&self, asked: Option<&str>) -> Result<String, ErrorBody> {
+        let names = &self.config.models;
+        match asked {
+            None => Ok(names[0].clone()),
+            Some(asked) if names.iter().any(|name| name == asked) => Ok(asked.to_owned()),
+            Some(asked) => Err(ErrorBody::model_not_found(asked, &names.iter().map(String::as_str).collect::<Vec<_>>())),
+        }
+    }
+
+    /// Id, time and model of an answer; the id is the client's own where it names one.
+    fn head(&self, prefix: &str, headers: &HeaderMap, sampling: &Sampling) -> Result<Head, ErrorBody> {
+        Ok(Head {
+            id: format!("{prefix}-{}", request_id(headers, sampling)),
+            created: self.clock.unix_now_s(),
+            model: self.model(sampling.model.as_deref())?,
+            system_fingerprint: Some(fingerprint()),
+        })
+    }
+
+    /// Tokens of a text, without holding up other requests when it is long.
+    async fn encode(&self, text: String, add_special: bool) -> Vec<u32> {
+        if text.len() <= TEXT_INLINE_MAX {
+            return self.tokenizer.encode(&text, add_special);
+        }
+        let tokenizer = Arc::clone(&self.tokenizer);
+        tokio::task::spawn_blocking(move || tokenizer.encode(&text, add_special)).await.expect("encoding does not panic")
+    }
+
+    /// The prompt of a conversation, which may be made to end inside its last message.
+    fn render(
+        &self,
+        messages: &Value,
+        tools: Option<&Value>,
+        add_generation_prompt: Option<bool>,
+        continue_final_message: bool,
+        kwargs: Option<&Map<String, Value>>,
+    ) -> Result<String, ErrorBody> {
+        let add_generation_prompt = add_generation_prompt.unwrap_or(!continue_final_message);
+        if add_generation_prompt && continue_final_message {
+            let message = "Cannot set both `continue_final_message` and `add_generation_prompt` to True.";
+            return Err(ErrorBody::new(400, "BadRequestError", Some("continue_final_message"), message));
+        }
+        if messages.as_array().is_some_and(Vec::is_empty) {
+            return Err(ErrorBody::new(400, "BadRequestError", Some("messages"), "You must pass at least one message"));
+        }
+        let none = Map::new();
+        let prompt = self.tokenizer.render_chat(messages, tools, add_generation_prompt, kwargs.unwrap_or(&none));
+        let mut prompt = prompt.map_err(|error| template_error(&error))?;
+        if continue_final_message {
+            let last = messages.as_array().and_then(|messages| messages.last()).map(|message| &message["content"]);
+            let last = last.and_then(Value::as_str).unwrap_or_default().trim();
+            let end = prompt.rfind(last).map_or(prompt.len(), |at| at + last.len());
+            prompt.truncate(end);
+        }
+        Ok(prompt)
+    }
+}
+
+fn template_error(error: &TemplateError) -> ErrorBody {
+    ErrorBody::new(400, "BadRequestError", Some("messages"), error.to_string())
+}
+
+/// Names this build, as vLLM names its own.
+fn fingerprint() -> String {
+    format!("baton-{}", env!("CARGO_PKG_VERSION"))
+}
+
+/// `X-Request-Id`, else the body's own id, else a new one.
+fn request_id(headers: &HeaderMap, sampling: &Sampling) -> String {
+    let named = headers.get("x-request-id").and_then(|id| id.to_str().ok());
+    named.or(sampling.request_id.as_deref()).map_or_else(|| format!("{:016x}", fastrand::u64(..)), str::to_owned)
+}
+
+/// The wire's signed seed as the engine takes it, or a new one.
+fn seed(sampling: &Sampling) -> u64 {
+    sampling.seed.map_or_else(|| fastrand::u64(..), i64::cast_unsigned)
+}
+
+/// The wire's priority within the engine's range.
+fn priority(asked: Option<i64>) -> i32 {
+    asked.unwrap_or(0).clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as i32
+}
+
+/// Turns what happens to a request into events of its API.
+trait Format: Send + 'static {
+    /// Events for one piece; `generation` has the counts.
+    fn piece(&mut self, generation: &Generation, index: u32, piece: crate::choice::Piece, tokens: u32) -> Vec<Bytes>;
+    /// Events after the last piece and before the end mark.
+    fn end(&mut self, generation: &Generation) -> Vec<Bytes>;
+}
+
+/// A stream of events that ends with `[DONE]`, after an error event if the engine failed.
+fn stream_response(generation: Generation, format: impl Format) -> Response {
+    respond(StatusCode::OK, "text/event-stream; charset=utf-8", Body::from_stream(events(generation, format)))
+}
+
+fn events(generation: Generation, format: impl Format) -> impl Stream<Item = Result<Bytes, std::convert::Infallible>> {
+    stream::unfold((generation, format, Vec::new().into_iter(), false), |(mut generation, mut format, mut ready, mut ended)| async move {
+        loop {
+            if let Some(event) = ready.next() {
+                return Some((Ok(event), (generation, format, ready, ended)));
+            }
+            if ended {
+                return None;
+            }
+            let events = match generation.next().await {
+                Step::Piece { index, piece, tokens } => format.piece(&generation, index, piece, tokens),
+                Step::Done => {
+                    ended = true;
+                    let mut events = format.end(&generation);
+                    events.push(Bytes::from_static(sse::DONE));
+                    events
+                }
+                Step::Failed => {
+                    ended = true;
+                    let error = sse::encode_json(&baton_wire::openai::ErrorResponse { error: engine_gone() });
+                    vec![error, Bytes::from_static(sse::DONE)]
+                }
+            };
+            ready = events.into_iter();
+        }
+    })
+}
