@@ -1,0 +1,197 @@
+use baton_gguf::TensorKind;
+use half::f16;
+
+use crate::format::{self, Brain, Bytes, CENTRE, Format, Half, HalfScale, HalfScaleMin, Nibbles, Packed, Single, Unscaled};
+use crate::quant::{self, Decoded};
+use crate::simd::LANES;
+
+/// F32 as in the file.
+pub(crate) type F32 = Packed<Single, Unscaled, 32>;
+pub(crate) type F16 = Packed<Half, Unscaled, 32>;
+pub(crate) type BF16 = Packed<Brain, Unscaled, 32>;
+/// Q4_0.
+pub(crate) type I4 = Packed<Nibbles, HalfScale, 32>;
+/// Q4_1.
+pub(crate) type I4Min = Packed<Nibbles, HalfScaleMin, 32>;
+/// Q4_K: products of two scales need more than a half float.
+pub(crate) type I4Fine = Packed<Nibbles, format::SingleScaleMin, 32>;
+/// Q8_0, and Q5_0 widened.
+pub(crate) type I8 = Packed<Bytes, HalfScale, 32>;
+/// Q6_K widened.
+pub(crate) type I8Fine = Packed<Bytes, format::SingleScale, 16>;
+
+/// Calls `$body` with `$format` naming the packed form of tensors of `$kind`.
+macro_rules! with_format {
+    ($kind:expr, $format:ident => $body:expr) => {
+        match $kind {
+            baton_gguf::TensorKind::F32 => {
+                type $format = $crate::matrix::F32;
+                $body
+            }
+            baton_gguf::TensorKind::F16 => {
+                type $format = $crate::matrix::F16;
+                $body
+            }
+            baton_gguf::TensorKind::BF16 => {
+                type $format = $crate::matrix::BF16;
+                $body
+            }
+            baton_gguf::TensorKind::Q4_0 => {
+                type $format = $crate::matrix::I4;
+                $body
+            }
+            baton_gguf::TensorKind::Q4_1 => {
+                type $format = $crate::matrix::I4Min;
+                $body
+            }
+            baton_gguf::TensorKind::Q4_K => {
+                type $format = $crate::matrix::I4Fine;
+                $body
+            }
+            baton_gguf::TensorKind::Q5_0 | baton_gguf::TensorKind::Q8_0 => {
+                type $format = $crate::matrix::I8;
+                $body
+            }
+            baton_gguf::TensorKind::Q6_K => {
+                type $format = $crate::matrix::I8Fine;
+                $body
+            }
+        }
+    };
+}
+pub(crate) use with_format;
+
+/// A cache line, so that panels start on one.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+/// Weights `[rows][columns]` (outputs by inputs) in panels of [`LANES`] rows; rows past the last are zero.
+pub(crate) struct Matrix {
+    kind: TensorKind,
+    rows: usize,
+    columns: usize,
+    panel_bytes: usize,
+    lines: Vec<Line>,
+}
+
+impl Matrix {
+    /// Packs row-major bytes of the file. `order` gives, for each row of the matrix, the row of the file.
+    ///
+    /// `columns` must be a multiple of the file's block and of 32.
+    pub(crate) fn pack(kind: TensorKind, rows: usize, columns: usize, bytes: &[u8], order: impl Fn(usize) -> usize) -> Self {
+        assert!(columns.is_multiple_of(32) && columns.is_multiple_of(kind.block_len()), "columns were checked when the tensor was found");
+        let row_bytes = columns / kind.block_len() * kind.block_bytes();
+        let panel_bytes = with_format!(kind, F => columns / F::BLOCK * F::BYTES).next_multiple_of(64);
+        let panels = rows.div_ceil(LANES);
+        let mut matrix = Self { kind, rows, columns, panel_bytes, lines: vec![Line([0; 64]); panels * panel_bytes / 64] };
+        for row in 0..rows {
+            let from = &bytes[order(row) * row_bytes..][..row_bytes];
+            let panel = &mut matrix.bytes_mut()[row / LANES * panel_bytes..][..panel_bytes];
+            with_format!(kind, F => pack_row::<F>(kind, from, row % LANES, panel));
+        }
+        matrix
+    }
+
+    pub(crate) fn kind(&self) -> TensorKind {
+        self.kind
+    }
+
+    /// Output features.
+    pub(crate) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Input features.
+    pub(crate) fn columns(&self) -> usize {
+        self.columns
+    }
+
+    pub(crate) fn panels(&self) -> usize {
+        self.rows.div_ceil(LANES)
+    }
+
+    #[inline(always)]
+    pub(crate) fn panel(&self, index: usize) -> &[u8] {
+        &self.bytes()[index * self.panel_bytes..][..self.panel_bytes]
+    }
+
+    #[inline(always)]
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: `Line` is `repr(C)` around bytes and as large as them, so the lines are initialised bytes without gaps.
+        unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.lines.len() * 64) }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `bytes`; the borrow of `self` is exclusive and any bytes are a valid `Line`.
+        unsafe { std::slice::from_raw_parts_mut(self.lines.as_mut_ptr().cast(), self.lines.len() * 64) }
+    }
+}
+
+/// Writes one row of the file into one lane of a panel.
+fn pack_row<F: Format>(kind: TensorKind, row: &[u8], lane: usize, panel: &mut [u8]) {
+    for (index, block) in panel.chunks_exact_mut(F::BYTES).take(row.len() / kind.block_bytes() * kind.block_len() / F::BLOCK).enumerate() {
+        let raw = &row[index * F::BLOCK / kind.block_len() * kind.block_bytes()..];
+        match kind {
+            TensorKind::F32 => pack_floats::<4>(raw, lane, block),
+            TensorKind::F16 | TensorKind::BF16 => pack_floats::<2>(raw, lane, block),
+            TensorKind::Q4_0 => {
+                let decoded = quant::q4_0(raw);
+                pack_nibbles(decoded.q, lane, block);
+                pack_half(decoded.scale, lane, &mut block[256..]);
+            }
+            TensorKind::Q4_1 => {
+                let decoded = quant::q4_1(raw);
+                pack_nibbles(decoded.q.map(|q| q - 8), lane, block);
+                pack_half(decoded.scale, lane, &mut block[256..]);
+                pack_half(decoded.min, lane, &mut block[288..]);
+            }
+            TensorKind::Q4_K => {
+                let decoded = quant::q4_k(raw, index % 8);
+                pack_nibbles(decoded.q.map(|q| q - 8), lane, block);
+                pack_single(decoded.scale, lane, &mut block[256..]);
+                pack_single(CENTRE.mul_add(decoded.scale, decoded.min), lane, &mut block[320..]);
+            }
+            TensorKind::Q5_0 => pack_bytes_half(&quant::q5_0(raw), lane, block),
+            TensorKind::Q8_0 => pack_bytes_half(&quant::q8_0(raw), lane, block),
+            TensorKind::Q6_K => {
+                let decoded = quant::q6_k(raw, index % 16);
+                pack_bytes(&decoded.q, lane, block);
+                pack_single(decoded.scale, lane, &mut block[256..]);
+            }
+        }
+    }
+}
+
+fn pack_floats<const N: usize>(raw: &[u8], lane: usize, block: &mut [u8]) {
+    for (k, value) in raw.as_chunks::<N>().0[..32].iter().enumerate() {
+        block[(k * LANES + lane) * N..][..N].copy_from_slice(value);
+    }
+}
+
+fn pack_nibbles(q: [i8; 32], lane: usize, block: &mut [u8]) {
+    for (group, q) in q.as_chunks::<8>().0.iter().enumerate() {
+        let word = q.iter().enumerate().fold(0u32, |word, (i, &q)| word | (u32::from(q.cast_unsigned()) & 15) << (4 * i));
+        block[group * 64 + lane * 4..][..4].copy_from_slice(&word.to_le_bytes());
+    }
+}
+
+fn pack_bytes(q: &[i8], lane: usize, block: &mut [u8]) {
+    for (k, q) in q.iter().enumerate() {
+        block[k * LANES + lane] = q.cast_unsigned();
+    }
+}
+
+fn pack_bytes_half(decoded: &Decoded<32>, lane: usize, block: &mut [u8]) {
+    pack_bytes(&decoded.q, lane, block);
+    pack_half(decoded.scale, lane, &mut block[32 * LANES..]);
+}
+
+/// The scale came from a half float, so nothing is lost.
+fn pack_half(scale: f32, lane: usize, scales: &mut [u8]) {
+    scales[lane * 2..][..2].copy_from_slice(&f16::from_f32(scale).to_le_bytes());
+}
+
+fn pack_single(scale: f32, lane: usize, scales: &mut [u8]) {
+    scales[lane * 4..][..4].copy_from_slice(&scale.to_le_bytes());
+}
