@@ -103,19 +103,14 @@ fn choose_model(fleet: &Fleet, named: Option<&str>) -> Result<ModelCard, Refusal
         return Err(Refusal::NoReplica { retry_after: NO_REPLICA_RETRY });
     }
     let names = |models: Vec<ModelCard>| models.into_iter().map(|card| card.id).collect();
-    match named {
-        Some(named) => match models.iter().position(|card| card.id == named) {
-            Some(place) => Ok(models.swap_remove(place)),
-            None => Err(Refusal::UnknownModel { model: named.to_owned(), models: names(models) }),
-        },
-        None => {
-            models.retain(|card| card.parent.is_none());
-            match models.len() {
-                1 => Ok(models.swap_remove(0)),
-                _ => Err(Refusal::NoModelNamed { models: names(models) }),
-            }
-        }
+    if let Some(named) = named {
+        let place = models.iter().position(|card| card.id == named);
+        return place
+            .map(|place| models.swap_remove(place))
+            .ok_or_else(|| Refusal::UnknownModel { model: named.to_owned(), models: names(models) });
     }
+    models.retain(|card| card.parent.is_none());
+    if models.len() == 1 { Ok(models.swap_remove(0)) } else { Err(Refusal::NoModelNamed { models: names(models) }) }
 }
 
 /// A length to place by. An estimate never makes a prompt too long: only the engine knows then.

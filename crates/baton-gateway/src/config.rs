@@ -194,7 +194,7 @@ impl GatewayConfig {
                 value.map_or(Ok(()), |value| positive(option, value.into()))?;
             }
         }
-        if !(front.first_token_factor >= 1.0) {
+        if front.first_token_factor.is_nan() || front.first_token_factor < 1.0 {
             let value = front.first_token_factor.to_string();
             return Err(ConfigError::OutOfRange { option: "gateway.first_token_factor", value, want: "must be at least 1" });
         }

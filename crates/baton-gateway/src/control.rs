@@ -7,7 +7,6 @@ mod sighting;
 
 use std::{sync::Arc, time::Duration};
 
-use baton_policy::ReplicaState;
 use baton_units::{Incarnation, Time};
 use tokio::task::JoinHandle;
 
@@ -153,7 +152,9 @@ impl Watcher {
             Some(spec) => self.fleet.engine_ready(spec),
             None if began => {
                 let spec = self.engine.facts().spec;
-                spec.into_iter().for_each(|spec| self.fleet.engine_ready(spec));
+                if let Some(spec) = spec {
+                    self.fleet.engine_ready(spec);
+                }
             }
             None => {}
         }
@@ -187,9 +188,7 @@ impl Watcher {
         if health == Health::Unknown || health == Health::Dead || health == verdict {
             return;
         }
-        self.engine.facts().health = verdict;
         tracing::warn!(replica = %self.engine.name, %error, state = ?verdict, "replica does not answer");
-        let state = if verdict == Health::Dead { ReplicaState::Dead } else { ReplicaState::Suspect };
-        self.fleet.with_router(|router, now| router.set_state(self.engine.id, state, now));
+        self.fleet.set_unready(&self.engine, verdict);
     }
 }

@@ -262,7 +262,7 @@ impl Exchange {
             }
             Verdict::Hold => {}
             Verdict::Refuse(refusal) => {
-                self.refusal = Some(refusal_of(refusal));
+                self.refusal = Some(refusal_of(&refusal));
                 self.session.handle(Input::Refused, now);
             }
         }
@@ -315,13 +315,10 @@ impl Exchange {
 
     fn answer(&mut self, answer: Answer) {
         let response = match answer {
-            Answer::Complete => match self.answer.take() {
-                Some(whole) => whole,
-                None => {
-                    self.send(Bytes::from_static(sse::DONE));
-                    return;
-                }
-            },
+            Answer::Complete => {
+                let Some(whole) = self.answer.take() else { return self.send(Bytes::from_static(sse::DONE)) };
+                whole
+            }
             Answer::Rejection => match self.answer.take() {
                 Some(rejection) if matches!(self.client, Client::Waiting(_)) => rejection,
                 _ => return self.fail(&Refusal::Ended(End::Rejected)),
@@ -358,7 +355,7 @@ impl Exchange {
         let epoch = running.epoch;
         let outcome = match arrived {
             Arrived::Event(event) => self.event(&event),
-            Arrived::Answer { status, headers, body } => self.whole(status, &headers, body),
+            Arrived::Answer { status, headers, body } => self.whole(status, &headers, &body),
             Arrived::End => Err(Fault::Truncated),
             Arrived::Failed(fault) => Err(fault),
         };
@@ -472,7 +469,7 @@ impl Exchange {
     }
 
     /// An answer in one piece.
-    fn whole(&mut self, status: StatusCode, headers: &http::HeaderMap, body: Bytes) -> Result<(), Fault> {
+    fn whole(&mut self, status: StatusCode, headers: &http::HeaderMap, body: &Bytes) -> Result<(), Fault> {
         let now = self.fleet.clock.now();
         let Some(running) = &self.attempt else { return Ok(()) };
         let epoch = running.epoch;
@@ -491,7 +488,7 @@ impl Exchange {
         }
         let engine = running.engine.clone();
         self.attempt = None;
-        self.usage = serde_json::from_slice::<crate::json::RawObject>(&body).ok().and_then(|answer| answer.read("usage").ok().flatten());
+        self.usage = serde_json::from_slice::<crate::json::RawObject>(body).ok().and_then(|answer| answer.read("usage").ok().flatten());
         let tokens = self.usage.as_ref().map_or(1, |usage| usage.completion_tokens.max(1));
         self.session.offer(epoch, 0, 0, tokens, now);
         self.output(tokens, now);
@@ -662,8 +659,8 @@ fn is_clients_fault(status: StatusCode) -> bool {
     status.is_client_error() && !own.contains(&status)
 }
 
-fn refusal_of(refusal: baton_policy::Refusal) -> Refusal {
-    match refusal {
+fn refusal_of(refusal: &baton_policy::Refusal) -> Refusal {
+    match *refusal {
         baton_policy::Refusal::TooLong { prompt, limit } => Refusal::PromptTooLong { prompt, limit },
         baton_policy::Refusal::NeverFits { needed, limit, fits } => Refusal::NeverFits { needed, limit, fits },
         baton_policy::Refusal::NoReplica => Refusal::NoReplica { retry_after: NO_REPLICA_RETRY },

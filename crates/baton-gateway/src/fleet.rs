@@ -51,6 +51,8 @@ pub(crate) struct Fleet {
     /// Tells this process's requests from those of its predecessor at the engines.
     incarnation: u64,
     stage: watch::Sender<Stage>,
+    /// Replicas that take requests.
+    ready: watch::Sender<usize>,
 }
 
 /// The router with those who wait for its verdict; one lock, held for one call.
@@ -96,6 +98,7 @@ impl Fleet {
             next_request: AtomicU64::new(1),
             incarnation: fastrand::u64(..),
             stage: watch::Sender::new(Stage::Serving),
+            ready: watch::Sender::new(0),
             front,
         }
     }
@@ -219,25 +222,46 @@ impl Fleet {
         placement.router.upsert_replica(spec, now);
         placement.router.set_state(spec.id, ReplicaState::Ready, now);
         self.release_held(&mut placement, now);
+        drop(placement);
+        self.health_changed();
     }
 
     /// A request failed there: new ones go elsewhere until a probe, which starts now, succeeds.
     pub(crate) fn suspect(&self, id: ReplicaId, fault: Fault) {
         let Some(engine) = self.engine(id) else { return };
-        {
-            let mut facts = engine.facts();
-            if facts.health != Health::Ready {
-                return;
-            }
-            facts.health = Health::Suspect;
+        if engine.facts().health != Health::Ready {
+            return;
         }
         tracing::warn!(replica = %engine.name, %fault, "replica is suspect");
-        self.with_router(|router, now| router.set_state(id, ReplicaState::Suspect, now));
+        self.set_unready(&engine, Health::Suspect);
         engine.probe.notify_one();
     }
 
     pub(crate) fn any_ready(&self) -> bool {
-        self.engines().iter().any(|engine| engine.facts().health == Health::Ready)
+        self.ready_replicas() > 0
+    }
+
+    pub(crate) fn ready_replicas(&self) -> usize {
+        self.engines().iter().filter(|engine| engine.facts().health == Health::Ready).count()
+    }
+
+    /// To be called after an engine's health changed.
+    fn health_changed(&self) {
+        self.ready.send_replace(self.ready_replicas());
+    }
+
+    /// Sets what the router and those who wait for replicas know of an engine's health.
+    pub(crate) fn set_unready(&self, engine: &Engine, health: Health) {
+        engine.facts().health = health;
+        let state = if health == Health::Dead { ReplicaState::Dead } else { ReplicaState::Suspect };
+        self.with_router(|router, now| router.set_state(engine.id, state, now));
+        self.health_changed();
+    }
+
+    /// Ends when at least `replicas` take requests.
+    pub(crate) async fn until_ready(&self, replicas: usize) {
+        // The sender lives as long as `self`, so waiting cannot fail.
+        _ = self.ready.subscribe().wait_for(|ready| *ready >= replicas).await;
     }
 
     // Models.

@@ -8,7 +8,6 @@ use std::{
 };
 
 use axum::serve::ListenerExt;
-use baton_policy::ReplicaState;
 use baton_text::Tokenizer;
 use baton_units::ReplicaId;
 use tokio::{
@@ -102,13 +101,17 @@ impl Gateway {
     pub fn replica_down(&self, id: ReplicaId) {
         let fleet = &self.shared.fleet;
         let Some(engine) = fleet.engine(id) else { return };
-        engine.facts().health = Health::Dead;
-        fleet.with_router(|router, now| router.set_state(id, ReplicaState::Dead, now));
+        fleet.set_unready(&engine, Health::Dead);
     }
 
     /// Replicas that take requests.
     pub fn ready_replicas(&self) -> usize {
-        self.shared.fleet.engines().iter().filter(|engine| engine.facts().health == Health::Ready).count()
+        self.shared.fleet.ready_replicas()
+    }
+
+    /// Ends when at least `replicas` take requests.
+    pub async fn until_ready(&self, replicas: usize) {
+        self.shared.fleet.until_ready(replicas).await;
     }
 
     /// Serves until `shutdown`; then `/ready` says 503, new requests are refused, running ones get until the drain deadline, and the

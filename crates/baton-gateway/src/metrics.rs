@@ -44,6 +44,8 @@ struct ReplicaCounters {
     kv_skipped: u64,
 }
 
+type Count = fn(&ReplicaCounters) -> u64;
+
 #[derive(Debug, Default)]
 struct Histogram {
     /// One per bound, not cumulative; what exceeds the last is in the count alone.
@@ -130,7 +132,7 @@ impl Metrics {
         let engines = fleet.engines();
         let counters = lock(&self.replicas).clone();
         let of = |id: ReplicaId| counters.get(&id).copied().unwrap_or_default();
-        let families: [(&str, &str, fn(&ReplicaCounters) -> u64); 7] = [
+        let families: [(&str, &str, Count); 7] = [
             ("baton_attempts_total", "Requests sent to a replica.", |c| c.attempts),
             ("baton_prompt_tokens_total", "Prompt tokens of finished requests.", |c| c.prompt_tokens),
             ("baton_cached_tokens_total", "Of these, tokens whose KV was there, as the engine says.", |c| c.cached_tokens),

@@ -110,8 +110,7 @@ impl Refusal {
     fn retry_after(&self) -> Option<Duration> {
         match self {
             Self::Overloaded { retry_after } | Self::NoReplica { retry_after } => Some(*retry_after),
-            Self::Draining => Some(NO_REPLICA_RETRY),
-            Self::Ended(End::Exhausted(_) | End::Drained) => Some(NO_REPLICA_RETRY),
+            Self::Draining | Self::Ended(End::Exhausted(_) | End::Drained) => Some(NO_REPLICA_RETRY),
             Self::Body(_)
             | Self::BodyTooLarge { .. }
             | Self::NoModelNamed { .. }

@@ -1,0 +1,270 @@
+//! What the gateway answers by itself, what it keeps from engines, its end, and its admin API.
+
+use std::time::Duration;
+
+use crate::support::{EventReader, FakeEngine, Front, config, events, read, read_json, recorded};
+use http::Method;
+use serde_json::{Value, json};
+
+const CHAT: &str = include_str!("../fixtures/chat-stream.resp");
+const ASK: &str = r#"{"model":"smollm2-135m","messages":[{"role":"user","content":"hi"}],"stream":true}"#;
+
+#[tokio::test]
+async fn bad_requests_are_answered_here_in_openais_form() {
+    let engine = FakeEngine::start().await;
+    let front = Front::over(&[&engine]).await;
+    let long = format!(r#"{{"model":"smollm2-135m","prompt":{:?}}}"#, vec![5; 3000]);
+    let cases = [
+        ("/v1/chat/completions", r#"{"model": "smollm2-135m", "messages": ["#, 400, "JSON decode error"),
+        ("/v1/chat/completions", r#"{"model":"smollm2-135m"}"#, 400, "Field required"),
+        ("/v1/completions", r#"{"model":"smollm2-135m"}"#, 400, "Field required"),
+        ("/v1/chat/completions", r#"{"model":"nope","messages":[]}"#, 404, "The model `nope` does not exist"),
+        ("/v1/completions", &long, 400, "maximum context length is 2048 tokens. However, your prompt contains 3000"),
+        ("/v1/completions", r#"{"model":"smollm2-135m","prompt":"a","n":1000}"#, 400, "1000 choices"),
+    ];
+    for (path, body, status, message) in cases {
+        let response = front.post(path, body).await;
+        assert_eq!(response.status(), status, "{message}");
+        assert!(response.headers().contains_key("x-request-id"));
+        let error = read_json(response).await;
+        assert!(error["error"]["message"].as_str().unwrap().contains(message), "{error}");
+        assert_eq!(error["error"]["code"], status);
+    }
+    let response = front.send(Method::POST, "/v1/completions", &[("content-type", "text/plain")], "{}").await;
+    assert!(read_json(response).await["error"]["message"].as_str().unwrap().contains("Unsupported Media Type"));
+    let response = front.send(Method::GET, "/v1/completions", &[], "").await;
+    assert_eq!(response.status(), 405);
+    let response = front.send(Method::GET, "/server_info", &[], "").await;
+    assert_eq!(response.status(), 404);
+}
+
+#[tokio::test]
+async fn a_body_past_the_limit_is_refused() {
+    let engine = FakeEngine::start().await;
+    let mut config = config(&[&engine]);
+    config.gateway.body_limit = 1000;
+    let front = Front::with(config).await;
+    assert_eq!(front.post("/v1/chat/completions", &"x".repeat(2000)).await.status(), 413);
+}
+
+#[tokio::test]
+async fn a_request_that_no_replica_can_hold_is_told_what_would_fit() {
+    let engine = FakeEngine::start().await;
+    // The recorded server says 128 blocks of 32 tokens, and a model length of 2048 fits that; a longer one does not.
+    *engine.models.lock().unwrap() = r#"{"object":"list","data":[{"id":"smollm2-135m","max_model_len":100000}]}"#.into();
+    let front = Front::over(&[&engine]).await;
+    let prompt = format!(r#"{{"model":"smollm2-135m","prompt":{:?},"max_tokens":10}}"#, vec![5; 5000]);
+    let response = front.post("/v1/completions", &prompt).await;
+    assert_eq!(response.status(), 400);
+    let message = read_json(response).await["error"]["message"].to_string();
+    assert!(message.contains("4096 tokens"), "{message}");
+}
+
+#[tokio::test]
+async fn an_engines_own_complaint_reaches_the_client_as_it_is() {
+    let mut engine = FakeEngine::start().await;
+    let front = Front::over(&[&engine]).await;
+    let (status, body) = recorded(include_str!("../fixtures/err-bad-temperature.resp"));
+    for ask in [ASK.to_owned(), ASK.replace(",\"stream\":true", "")] {
+        let response = front.chat(&ask);
+        engine.call().await.reply(status, &body);
+        let response = response.await.unwrap();
+        assert_eq!(response.status(), 400);
+        assert_eq!(read(response).await, body);
+    }
+}
+
+#[tokio::test]
+async fn reserved_fields_and_credentials_do_not_reach_the_engine() {
+    let mut engine = FakeEngine::start().await;
+    let mut config = config(&[&engine]);
+    config.engines[0].key = Some("engine-key".into());
+    let front = Front::with(config).await;
+    let body = r#"{"model":"smollm2-135m","messages":[],"stream":true,"kv_transfer_params":{"a":1},"request_id":"r","cache_salt":"s","priority":-9,"chat_template":"{{ x }}","custom":{"kept":1.50}}"#;
+    let headers = [("authorization", "Bearer client-secret"), ("x-request-id", "mine"), ("x-data-parallel-rank", "1")];
+    let response = front.spawn_post("/v1/chat/completions", body, &headers);
+    let call = engine.call().await;
+    for field in ["kv_transfer_params", "request_id", "priority", "chat_template"] {
+        assert!(call.body.get(field).is_none(), "{field}");
+    }
+    assert_eq!(call.body["custom"], json!({ "kept": 1.5 }));
+    assert!(call.body["cache_salt"].as_str().unwrap().starts_with("client-"));
+    assert_eq!(call.headers["authorization"], "Bearer engine-key");
+    assert!(!call.headers.contains_key("x-data-parallel-rank"));
+    assert!(call.headers["x-request-id"].to_str().unwrap().starts_with("baton-"));
+    call.play(&recorded(CHAT).1).await;
+    read(response.await.unwrap()).await;
+}
+
+#[tokio::test]
+async fn other_paths_go_to_an_engine_that_has_them() {
+    let (mut a, mut b) = (FakeEngine::start().await, FakeEngine::start().await);
+    let front = Front::over(&[&a, &b]).await;
+    for _ in 0..2 {
+        let response = front.spawn_post("/v1/embeddings", r#"{"model":"smollm2-135m","input":"x","kv_transfer_params":1}"#, &[]);
+        // Whoever is asked first lacks the path.
+        tokio::select! {
+            call = a.call() => {
+                call.reply(404, b"{}");
+                let call = b.call().await;
+                assert_eq!((call.path.as_str(), &call.body), ("/v1/embeddings", &json!({ "model": "smollm2-135m", "input": "x" })));
+                call.reply(200, b"{\"data\":[]}");
+            }
+            call = b.call() => {
+                call.reply(404, b"{}");
+                a.call().await.reply(200, b"{\"data\":[]}");
+            }
+        }
+        assert_eq!(read_json(response.await.unwrap()).await, json!({ "data": [] }));
+    }
+    let response = front.spawn_post("/tokenize", r#"{"model":"lora-a","prompt":"x"}"#, &[]);
+    tokio::select! {
+        call = a.call() => call.reply(200, b"{\"count\":1}"),
+        call = b.call() => call.reply(200, b"{\"count\":1}"),
+    }
+    assert_eq!(read_json(response.await.unwrap()).await["count"], 1);
+    assert_eq!(front.post("/v1/load_lora_adapter", "{}").await.status(), 404);
+    assert_eq!(front.post("/v1/embeddings", r#"{"model":"nope"}"#).await.status(), 503);
+}
+
+#[tokio::test]
+async fn models_health_and_metrics_are_shown() {
+    let mut engine = FakeEngine::start().await;
+    let front = Front::over(&[&engine]).await;
+    let (_, models) = front.get("/v1/models").await;
+    let ids: Vec<_> = models["data"].as_array().unwrap().iter().map(|card| card["id"].as_str().unwrap()).collect();
+    assert_eq!(ids, ["lora-a", "smollm2-135m"]);
+    for path in ["/health", "/live", "/ready", "/v1/models/smollm2-135m"] {
+        assert_eq!(front.get(path).await.0, 200, "{path}");
+    }
+    let response = front.chat(ASK);
+    engine.call().await.play(&recorded(CHAT).1).await;
+    read(response.await.unwrap()).await;
+    let page = loop {
+        let page = String::from_utf8(read(front.send(Method::GET, "/metrics", &[], "").await).await).unwrap();
+        if page.contains("outcome=\"finished\"") {
+            break page;
+        }
+    };
+    assert!(page.contains("baton_requests_total{route=\"/v1/chat/completions\",outcome=\"finished\"} 1"));
+    assert!(page.contains("baton_cached_tokens_total{replica=\"r0\"} 32") && page.contains("baton_ttft_seconds_count 1"), "{page}");
+    engine.kill();
+    front.gateway.replica_down(baton_units::ReplicaId(0));
+    assert_eq!((front.get("/ready").await.0.as_u16(), front.get("/live").await.0.as_u16()), (503, 200));
+    let response = front.post("/v1/chat/completions", ASK).await;
+    assert_eq!((response.status().as_u16(), response.headers().contains_key("retry-after")), (503, true));
+}
+
+#[tokio::test]
+async fn a_shutdown_lets_running_streams_finish_and_takes_no_new_ones() {
+    let mut engine = FakeEngine::start().await;
+    let mut front = Front::over(&[&engine]).await;
+    let response = front.chat(ASK);
+    let sender = engine.call().await.stream();
+    let sent = events(&recorded(CHAT).1);
+    sender.send(sent[1].clone()).await;
+    let mut reader = EventReader::new(response.await.unwrap());
+    reader.next().await.unwrap();
+    front.shut_down();
+    while front.get("/ready").await.0 != 503 {}
+    assert_eq!(front.get("/live").await.0, 200);
+    assert_eq!(front.post("/v1/chat/completions", ASK).await.status(), 503);
+    for event in &sent[2..] {
+        sender.send(event.clone()).await;
+    }
+    drop(sender);
+    let mut last = None;
+    while let Some(event) = reader.next().await {
+        last = Some(event);
+    }
+    assert_eq!(last.as_deref(), Some(b"data: [DONE]\n\n".as_slice()));
+    front.served.await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn a_stream_past_the_drain_deadline_ends_with_an_error() {
+    let mut engine = FakeEngine::start().await;
+    let mut config = config(&[&engine]);
+    config.gateway.drain_timeout = Duration::ZERO;
+    let mut front = Front::with(config).await;
+    let response = front.chat(ASK);
+    let sender = engine.call().await.stream();
+    sender.send(events(&recorded(CHAT).1)[1].clone()).await;
+    let mut reader = EventReader::new(response.await.unwrap());
+    reader.next().await.unwrap();
+    front.shut_down();
+    let error = reader.next().await.unwrap();
+    assert!(String::from_utf8_lossy(&error).contains("shutting down"), "{error:?}");
+    assert_eq!(reader.next().await, None);
+    sender.closed().await;
+    front.served.await.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn decisions_are_on_record_by_the_clients_id() {
+    let mut engine = FakeEngine::start().await;
+    let front = Front::over(&[&engine]).await;
+    let response = front.spawn_post("/v1/chat/completions", ASK, &[("x-request-id", "mine/1"), ("x-program-id", "p")]);
+    let call = engine.call().await;
+    let (_, requests) = front.get("/baton/v1/requests").await;
+    let request = &requests["requests"][0];
+    assert_eq!((&request["x_request_id"], &request["replica"], &request["state"]), (&json!("mine/1"), &json!("r0"), &json!("prefill")));
+    call.play(&recorded(CHAT).1).await;
+    read(response.await.unwrap()).await;
+    let decision = loop {
+        let (status, decision) = front.get("/baton/v1/decisions/mine%2F1").await;
+        assert_eq!(status, 200);
+        if decision["realised"]["outcome"] == "finished" {
+            break decision;
+        }
+    };
+    assert_eq!((&decision["x_request_id"], &decision["chosen"], &decision["policy"]), (&json!("mine/1"), &json!(0), &json!("price")));
+    assert!(decision["realised"]["ttft_ms"].is_number() && decision["quotes"][0]["terms"]["prefill"].is_number(), "{decision}");
+    assert_eq!(front.get("/baton/v1/decisions?limit=0").await.1, json!({ "decisions": [] }));
+    assert_eq!(front.get("/baton/v1/decisions/unknown").await.0, 404);
+}
+
+#[tokio::test]
+async fn the_fleet_and_the_policy_are_seen_and_changed() {
+    let mut engine = FakeEngine::start().await;
+    let front = Front::over(&[&engine]).await;
+    let (_, fleet) = front.get("/baton/v1/fleet").await;
+    let replica = &fleet["replicas"][0];
+    assert_eq!((&replica["id"], &replica["state"], &replica["engine"]), (&json!("r0"), &json!("ready"), &json!("vllm")));
+    assert_eq!((&replica["kv_blocks_total"], &replica["kv_blocks_free"], &replica["queue_ms"]), (&json!(128), &json!(128), &json!(0.0)));
+    let put = |name: &str| json!({ "name": name }).to_string();
+    let response = front.send(Method::PUT, "/baton/v1/policy", &[], &put("round-robin")).await;
+    assert_eq!(read_json(response).await["name"], "round-robin");
+    assert_eq!(front.get("/baton/v1/policy").await.1["name"], "round-robin");
+    assert_eq!(front.send(Method::PUT, "/baton/v1/policy", &[], &put("best")).await.status(), 400);
+    let reset = front.spawn_post("/baton/v1/reset", "", &[]);
+    let call = engine.call().await;
+    assert_eq!(call.path, "/reset_prefix_cache");
+    call.reply(200, b"{}");
+    let reset = read_json(reset.await.unwrap()).await;
+    assert_eq!(reset["engines"][0], json!({ "id": "r0", "reset": true, "error": null }));
+    let (_, page) = front.get("/baton/v1/openapi.json").await;
+    assert_eq!(page["openapi"], "3.1.0");
+}
+
+#[tokio::test]
+async fn an_admin_key_is_asked_for() {
+    let engine = FakeEngine::start().await;
+    let mut config = config(&[&engine]);
+    config.gateway.admin_key = Some("word".into());
+    let front = Front::with(config).await;
+    assert_eq!(front.get("/baton/v1/fleet").await.0, 401);
+    let response = front.send(Method::GET, "/baton/v1/fleet", &[("authorization", "Bearer word")], "").await;
+    assert_eq!(response.status(), 200);
+    assert_eq!(front.get("/ready").await.0, 200);
+}
+
+#[tokio::test]
+async fn no_engine_means_no_service_and_says_so() {
+    let front = Front::with(baton_gateway::GatewayConfig::default()).await;
+    assert_eq!(front.get("/ready").await.0, 503);
+    let response = front.post("/v1/chat/completions", ASK).await;
+    assert_eq!(response.status(), 503);
+    let error: Value = read_json(response).await;
+    assert_eq!(error["error"]["type"], "ServiceUnavailableError");
+}
