@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use baton_cost::StepCoefficients;
 use baton_kv::BlockId;
-use baton_units::{BlockSize, Blocks};
+use baton_units::{BlockSize, Blocks, DurationMs};
 
 use crate::{Batch, BatchRow, Executor, SampleRequest, Sampled, StepResult, philox::uniform};
 
@@ -25,6 +25,7 @@ pub struct Timed {
     eos: Vec<u32>,
     /// Hash of the history up to each slot: `[blocks, block size]`.
     slots: Vec<u64>,
+    numerics_id: String,
 }
 
 /// Which tokens a [`Timed`] executor draws.
@@ -43,7 +44,8 @@ const SYMBOLS: &[u8; 32] = b"abcdefghijklmnopqrstuvwxyz      ";
 impl Timed {
     pub fn new(coefficients: StepCoefficients, blocks: Blocks, block_size: BlockSize, tokens: TokenSource, eos: Vec<u32>) -> Self {
         let block_size = block_size.get() as usize;
-        Self { coefficients, block_size, tokens, eos, slots: vec![0; blocks.0 as usize * block_size] }
+        let numerics_id = format!("timed-1 {tokens:?} {eos:?}");
+        Self { coefficients, block_size, tokens, eos, slots: vec![0; blocks.0 as usize * block_size], numerics_id }
     }
 
     /// From now on steps cost this.
@@ -131,7 +133,7 @@ impl Timed {
 impl Executor for Timed {
     fn step(&mut self, batch: &Batch<'_>) -> StepResult {
         let samples = batch.rows.iter().map(|row| self.compute(row)).collect();
-        StepResult { samples, elapsed: Duration::from_secs_f64(self.coefficients.step_s(&batch.load())) }
+        StepResult { samples, elapsed: Duration::from_ms(self.coefficients.step_s(&batch.load()) * 1e3) }
     }
 
     fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) {
@@ -141,8 +143,8 @@ impl Executor for Timed {
         }
     }
 
-    fn numerics_id(&self) -> &'static str {
-        "timed-1"
+    fn numerics_id(&self) -> &str {
+        &self.numerics_id
     }
 }
 

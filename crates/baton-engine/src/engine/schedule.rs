@@ -88,7 +88,8 @@ impl Engine {
         // A sequence that runs alone may have all blocks: nobody else could need the reserve.
         let reserve = if self.running.is_empty() { Blocks::ZERO } else { self.config.watermark_blocks() };
         let Some((_, first)) = self.waiting.first_key_value() else { return false };
-        if budget.room_for_decode() == 0 || self.pool.available() <= reserve {
+        // Before the cache is searched: more context leaves less room.
+        if budget.room_for_prefill(1, 0) == 0 || self.pool.available() <= reserve {
             return false;
         }
         let size = self.config.block_size;

@@ -258,3 +258,57 @@ fn a_seed_is_drawn_when_none_is_given_and_differs_between_requests() {
     world.run();
     assert_ne!(world.tokens(1, 0), world.tokens(2, 0));
 }
+
+#[test]
+fn the_watermark_keeps_blocks_for_those_who_run() {
+    let both_run = |watermark| {
+        let mut world = World::new(EngineConfig { watermark, ..config(10, 4, 64) });
+        world.submit(request(1, &prompt(0, 16), greedy(4)));
+        world.submit(request(2, &prompt(40, 16), greedy(4)));
+        world.step();
+        let both = world.engine.running.len() == 2;
+        world.run();
+        both
+    };
+    // Two prompts take 8 of 10 blocks.
+    assert!(both_run(0.2));
+    assert!(!both_run(0.21));
+    // Alone, a request may have everything.
+    let mut world = World::new(EngineConfig { watermark: 0.9, ..config(10, 4, 64) });
+    world.submit(request(1, &prompt(0, 30), greedy(8)));
+    world.run();
+    assert_eq!(world.tokens(1, 0).len(), 8);
+}
+
+#[test]
+fn a_bounded_prefill_lets_a_short_prompt_pass() {
+    let short_first = |long_prefill: Option<u32>| {
+        let config = EngineConfig { long_prefill: long_prefill.map(Tokens), budget: TokenBudget::Fixed(Tokens(16)), ..config(64, 4, 128) };
+        let mut world = World::new(config);
+        world.submit(request(1, &prompt(0, 60), greedy(1)));
+        world.submit(request(2, &prompt(80, 4), greedy(1)));
+        world.run();
+        world.told[&(2, 0)].token_times < world.told[&(1, 0)].token_times
+    };
+    assert!(!short_first(None));
+    assert!(short_first(Some(12)));
+}
+
+#[test]
+fn a_slow_machine_still_prefills_its_least() {
+    // A step takes 1 ms without any token, so no budget meets half a millisecond.
+    let budget = TokenBudget::Latency { target: Duration::from_micros(500), least: Tokens(5), most: Tokens(100) };
+    let mut world = World::new(EngineConfig { budget, ..config(64, 4, 64) });
+    world.submit(request(1, &prompt(0, 20), greedy(1)));
+    world.run();
+    assert_eq!(world.engine.counters.steps, 4);
+}
+
+#[test]
+fn what_a_step_prices_is_what_it_computes() {
+    let blocks: Vec<BlockId> = (0..8).map(BlockId).collect();
+    let row = |tokens, start| BatchRow { sequence: SequenceId(0), tokens, start, blocks: &blocks, sample: None };
+    let batch = Batch { rows: vec![row(&[1, 2, 3][..], 10), row(&[4][..], 7), row(&[5][..], 0)] };
+    let load = StepLoad { new_tokens: 5.0, attended: 3.0 * 13.0 + 8.0 + 1.0, kv_tokens_read: 8.0 + 1.0, decode_rows: 2.0 };
+    assert_eq!((batch.load(), batch.tokens()), (load, Tokens(5)));
+}
