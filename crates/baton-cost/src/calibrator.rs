@@ -20,7 +20,7 @@ const UNKNOWN_SPREAD: f64 = 5.0;
 /// Relative noise of a sample until it is known; makes the prior worth `(1.5 / 0.5)^2 = 9` samples.
 const NOISE_AT_FIRST: f64 = 1.5;
 /// Noise that counts when a sample is assigned to a side, at most.
-const NOISE_OF_SIDES: f64 = 0.1;
+const NOISE_OF_SIDES: f64 = 0.25;
 /// Samples of a kind that are remembered.
 const MEMORY: f64 = 128.0;
 /// The same while predictions err to one side.
@@ -152,15 +152,13 @@ impl Calibrator {
         (compute, memory)
     }
 
-    /// Whether the arithmetic rather than the reading took `seconds`, by likelihood: the side that decided took just that
-    /// long, the other no longer.
+    /// Whether the arithmetic rather than the reading decided, by likelihood: `seconds` is a noisy sight of the side that
+    /// decided, and the other side is no longer than that one. With both sides known, the longer one decided, whatever was seen.
     fn compute_decided(&self, compute: &Row, memory: &Row, seconds: f64, kind: usize) -> bool {
-        let spread = |row: &Row| (self.variance(row) + (self.evidence[kind].noise.min(NOISE_OF_SIDES) * seconds).powi(2)).sqrt();
-        let (compute_s, compute_spread) = (dot(compute, &self.fit), spread(compute));
-        let (memory_s, memory_spread) = (dot(memory, &self.fit), spread(memory));
-        let took = |mean: f64, spread: f64| -0.5 * ((seconds - mean) / spread).powi(2) - spread.ln();
-        took(compute_s, compute_spread) + ln_below(memory_s, seconds, memory_spread)
-            >= took(memory_s, memory_spread) + ln_below(compute_s, seconds, compute_spread)
+        let noise = (self.evidence[kind].noise.min(NOISE_OF_SIDES) * seconds).powi(2);
+        let compute = Side { mean: dot(compute, &self.fit), variance: self.variance(compute) };
+        let memory = Side { mean: dot(memory, &self.fit), variance: self.variance(memory) };
+        compute.ln_decided(&memory, seconds, noise) >= memory.ln_decided(&compute, seconds, noise)
     }
 
     /// Variance of a row's prediction from what is unknown of its own coefficients; correlations are left out.
@@ -176,13 +174,14 @@ impl Calibrator {
 
     /// Projected Gauss-Seidel on the least-squares problem with the prior as ridge; each coordinate step is exact and stops at zero.
     fn descend(&mut self) {
+        let prior = self.prior_weight();
         let precision: [Row; COUNT] = std::array::from_fn(|j| std::array::from_fn(|k| self.precision(j, k)));
         let mut pull: Row = std::array::from_fn(|j| self.evidence.iter().map(|evidence| evidence.pull[j] / evidence.noise.powi(2)).sum());
         let before = self.fit;
         for _ in 0..SWEEPS {
             for j in 0..COUNT {
-                let slope = pull[j] - self.prior_precision[j] * (self.fit[j] - self.prior_fit[j]);
-                let next = (self.fit[j] + slope / (precision[j][j] + self.prior_precision[j])).max(0.0);
+                let slope = pull[j] - prior[j] * (self.fit[j] - self.prior_fit[j]);
+                let next = (self.fit[j] + slope / (precision[j][j] + prior[j])).max(0.0);
                 let step = next - self.fit[j];
                 self.fit[j] = next;
                 for k in 0..COUNT {
@@ -194,6 +193,17 @@ impl Calibrator {
         for evidence in &mut self.evidence {
             evidence.fit_moved(&moved);
         }
+    }
+
+    /// Precision of the prior in this fit. It falls as the fit leaves the prior behind (a Student-t prior by reweighting), so
+    /// that a formula that is far off stops pulling.
+    fn prior_weight(&self) -> Row {
+        // A short memory holds less evidence; as much less prior keeps it from being outweighed for as long as it is short.
+        let share = self.evidence.iter().map(|evidence| evidence.memory).fold(MEMORY, f64::min) / MEMORY;
+        std::array::from_fn(|j| {
+            let precision = self.prior_precision[j];
+            share * precision / (1.0 + precision * (self.fit[j] - self.prior_fit[j]).powi(2))
+        })
     }
 
     fn precision(&self, j: usize, k: usize) -> f64 {
@@ -212,11 +222,13 @@ struct Evidence {
     bias: f64,
     /// Relative standard deviation of a sample around fit and bias.
     noise: f64,
+    /// Samples remembered at present.
+    memory: f64,
 }
 
 impl Default for Evidence {
     fn default() -> Self {
-        Self { information: [[0.0; COUNT]; COUNT], pull: [0.0; COUNT], bias: 0.0, noise: NOISE_AT_FIRST }
+        Self { information: [[0.0; COUNT]; COUNT], pull: [0.0; COUNT], bias: 0.0, noise: NOISE_AT_FIRST, memory: MEMORY }
     }
 }
 
@@ -226,8 +238,8 @@ impl Evidence {
         let bound = HUBER * (self.noise.powi(2) + self.bias.powi(2) + unknown).sqrt();
         let weight = (bound / residual.abs()).min(1.0);
         self.track(residual);
-        let memory = if self.bias.abs() > DRIFT_SIGNAL * self.noise { MEMORY_IN_DRIFT } else { MEMORY };
-        let kept = 1.0 - 1.0 / memory;
+        self.memory = if self.bias.abs() > DRIFT_SIGNAL * self.noise { MEMORY_IN_DRIFT } else { MEMORY };
+        let kept = 1.0 - 1.0 / self.memory;
         for j in 0..COUNT {
             for k in 0..COUNT {
                 self.information[j][k] = kept * self.information[j][k] + weight * row[j] * row[k];
@@ -264,9 +276,23 @@ fn scales(prior: &StepCoefficients) -> Row {
     std::array::from_fn(|j| if row[j] > 0.0 { row[j] } else { 0.1 * step_s / amounts[j] })
 }
 
-/// Logarithm of the chance that a normal of this mean and spread lies below `limit`, by the logistic curve nearest to it.
-fn ln_below(mean: f64, limit: f64, spread: f64) -> f64 {
-    -(-1.702 * (limit - mean) / spread).exp().ln_1p()
+/// One side of the maximum: seconds, and how well they are known.
+struct Side {
+    mean: f64,
+    variance: f64,
+}
+
+impl Side {
+    /// Log-likelihood that this side decided a step seen to take `seconds`, with `noise` the variance of what is seen.
+    fn ln_decided(&self, other: &Self, seconds: f64, noise: f64) -> f64 {
+        let seen = self.variance + noise;
+        let gain = self.variance / seen;
+        let (mean, variance) = (self.mean + gain * (seconds - self.mean), gain * noise);
+        let longer = (mean - other.mean) / (variance + other.variance).sqrt().max(f64::MIN_POSITIVE);
+        // The logistic curve nearest to the normal distribution; the bounds keep far-off sides comparable.
+        let ln_longer = -(-1.702 * longer.clamp(-100.0, 100.0)).exp().ln_1p();
+        ln_longer - 0.5 * ((seconds - self.mean).powi(2) / seen + seen.ln())
+    }
 }
 
 fn dot(a: &Row, b: &Row) -> f64 {

@@ -102,6 +102,20 @@ fn a_prior_ten_times_off_on_one_side_is_overcome() {
 }
 
 #[test]
+fn a_formula_four_times_too_fast_is_overcome_under_noise_of_30_percent() {
+    let truth = h100().scaled(4.0);
+    for seed in 0..10 {
+        let mut rng = Lcg(seed);
+        let mut calibrator = Calibrator::new(h100());
+        for load in work(seed).take(2000) {
+            calibrator.observe(&load, truth.step_s(&load) * rng.noise(0.3).max(0.1));
+        }
+        let worst = worst_prediction(&calibrator.fit(), &truth);
+        assert!(worst < 0.3, "seed {seed}: {worst}");
+    }
+}
+
+#[test]
 fn an_engine_whose_parts_add_up_is_predicted_within_10_percent_on_average() {
     let prior = StepCoefficients::from_profile(
         &ModelShape::preset("smollm2-135m").unwrap().with_kv_dtype_bytes(4.0),
