@@ -1,0 +1,69 @@
+use baton_units::{Blocks, Time, Tokens};
+use serde::Serialize;
+
+use crate::percentile;
+
+/// What happened in one run.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Outcome {
+    /// By arrival.
+    pub requests: Vec<RequestOutcome>,
+    /// Requests sent to each replica, retries and copies included.
+    pub sent: Vec<u32>,
+    pub busy_ms: Vec<f64>,
+    pub copies: u32,
+    pub retries: u32,
+    pub held: u32,
+    pub ended_at: Time,
+    /// What was left in flight at the end, by the router's books, and blocks in use by the engines': zero, or something leaks.
+    pub left_in_flight: u32,
+    pub left_in_use: Blocks,
+    /// Broken laws, in words.
+    pub violations: Vec<String>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct RequestOutcome {
+    pub arrived: Time,
+    pub prompt: Tokens,
+    pub replica: Option<u32>,
+    pub cached: Option<Tokens>,
+    pub first_token: Option<Time>,
+    pub finished: Option<Time>,
+    /// It was turned away, or lost with its replica after its first token.
+    pub refused: bool,
+    pub failed: bool,
+    /// Digest of the output's tokens.
+    pub output_digest: u64,
+}
+
+impl Outcome {
+    /// Times to first token in ms, sorted.
+    pub fn ttft_ms(&self) -> Vec<f64> {
+        let mut all: Vec<f64> =
+            self.requests.iter().filter_map(|request| request.first_token.map(|at| at.as_ms() - request.arrived.as_ms())).collect();
+        all.sort_by(f64::total_cmp);
+        all
+    }
+
+    pub fn ttft_percentile_ms(&self, share: f64) -> f64 {
+        percentile(&self.ttft_ms(), share)
+    }
+
+    /// Share of prompt tokens that engines had cached.
+    pub fn hit_rate(&self) -> f64 {
+        let (cached, all) = self
+            .requests
+            .iter()
+            .filter_map(|request| request.cached.map(|cached| (cached, request.prompt)))
+            .fold((0.0, 0.0), |(cached, all), (more, prompt)| (cached + more.as_f64(), all + prompt.as_f64()));
+        if all > 0.0 { cached / all } else { 0.0 }
+    }
+
+    /// Requests of the busiest replica over the mean.
+    pub fn imbalance(&self) -> f64 {
+        let most = self.sent.iter().copied().max().unwrap_or(0);
+        let all: u32 = self.sent.iter().sum();
+        f64::from(most) * self.sent.len() as f64 / f64::from(all.max(1))
+    }
+}

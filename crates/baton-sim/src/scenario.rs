@@ -1,0 +1,78 @@
+use std::time::Duration;
+
+use baton_cost::{Device, ModelShape, StepCoefficients};
+use baton_policy::RouterConfig;
+use baton_units::{BlockSize, Blocks, Time, Tokens};
+
+use crate::{Link, Shape, WorkloadName};
+
+/// Everything that a run depends on.
+#[derive(Debug, Clone)]
+pub struct Scenario {
+    pub workload: WorkloadName,
+    pub shape: Shape,
+    pub engine: EngineModel,
+    pub replicas: usize,
+    pub router: RouterConfig,
+    pub seed: u64,
+    pub block_size: BlockSize,
+    pub blocks: Blocks,
+    pub max_model_len: Tokens,
+    pub step: StepCoefficients,
+    /// Between router and replicas, for requests and streams; its loss is not used.
+    pub requests: Link,
+    /// From replicas to the router, for cache events. `None`: engines publish none.
+    pub events: Option<Link>,
+    /// From replicas to the router, for load reports, and how often. `None`: there are no reports.
+    pub reports: Option<(Link, Duration)>,
+    pub faults: Vec<Fault>,
+    /// Tries of a request that fails before its first token.
+    pub tries: u32,
+}
+
+/// How the engines of a fleet work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EngineModel {
+    /// [`crate::SerialEngine`].
+    Serial,
+    /// The production scheduler with prefill in chunks of at most `budget` tokens a step.
+    Scheduler { budget: Tokens },
+}
+
+/// A replica dies and comes back empty, as a new incarnation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fault {
+    pub replica: usize,
+    pub dies_at: Time,
+    pub returns_at: Time,
+}
+
+impl Scenario {
+    /// The peers' comparison: 8 replicas of the reference machine with 6,912 blocks of 16 tokens.
+    pub fn lab(workload: WorkloadName, engine: EngineModel, router: RouterConfig, seed: u64) -> Self {
+        let replicas = 8;
+        Self {
+            workload,
+            shape: Shape::lab(workload, replicas),
+            engine,
+            replicas,
+            router,
+            seed,
+            block_size: BlockSize::DEFAULT,
+            blocks: Blocks(6912),
+            max_model_len: Tokens(65_536),
+            step: reference_step(),
+            requests: Link::INSTANT,
+            events: None,
+            reports: None,
+            faults: Vec::new(),
+            tries: 3,
+        }
+    }
+}
+
+/// Llama-2-7B with GQA-8 on an H100: the machine of every published figure here.
+pub fn reference_step() -> StepCoefficients {
+    let shape = ModelShape::preset("llama-2-7b-gqa8").expect("the preset exists");
+    StepCoefficients::from_profile(&shape, &Device::preset("h100").expect("the preset exists"))
+}

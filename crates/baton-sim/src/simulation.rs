@@ -1,0 +1,488 @@
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use baton_kv::{BlockKey, KeyDomain, KvEventBatch, chain_keys};
+use baton_policy::{Arrival, Discipline, Outcome as End, Placed, ReplicaSpec, ReplicaState, Router, Verdict};
+use baton_units::{Blocks, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
+
+use crate::{
+    ClientRequest, EngineModel, EngineOutput, EngineRequest, EngineShape, EventQueue, Outcome, RequestOutcome, Scenario, ScheduledEngine,
+    SerialEngine, TimedEngine, Workload,
+};
+
+/// Plays a scenario to its end: until all clients have their answers and all messages have arrived.
+pub fn run(scenario: &Scenario) -> Outcome {
+    let mut simulation = Simulation::new(scenario);
+    simulation.start();
+    while let Some((now, event)) = simulation.queue.pop() {
+        simulation.handle(event, now);
+    }
+    simulation.into_outcome()
+}
+
+#[derive(Debug)]
+enum Event {
+    Arrive(Box<ClientRequest>),
+    /// A request reaches a replica.
+    Submit {
+        replica: usize,
+        incarnation: u64,
+        request: EngineRequest,
+    },
+    /// A replica's own next moment.
+    Wake {
+        replica: usize,
+        incarnation: u64,
+    },
+    Output {
+        replica: usize,
+        incarnation: u64,
+        output: EngineOutput,
+    },
+    CacheEvents {
+        replica: usize,
+        incarnation: u64,
+        batch: KvEventBatch,
+    },
+    ReportDue {
+        replica: usize,
+        incarnation: u64,
+    },
+    Report {
+        replica: usize,
+        incarnation: u64,
+        report: baton_policy::LoadReport,
+    },
+    Die(usize),
+    Return(usize),
+    RouterTimeout,
+}
+
+struct Simulation<'a> {
+    scenario: &'a Scenario,
+    queue: EventQueue<Event>,
+    router: Router,
+    workload: Workload,
+    replicas: Vec<Replica>,
+    /// For losses on links, apart from the workload's and the router's generators.
+    rng: fastrand::Rng,
+    root: BlockKey,
+    live: BTreeMap<RequestId, Live>,
+    outcomes: Vec<RequestOutcome>,
+    router_wakes_at: Option<Time>,
+    /// Arrivals in the queue.
+    arrivals_due: usize,
+    tally: Tally,
+}
+
+struct Replica {
+    engine: Box<dyn TimedEngine>,
+    incarnation: u64,
+    alive: bool,
+    wakes_at: Option<Time>,
+    /// Batches of cache events sent, all kept for replay.
+    published: Vec<KvEventBatch>,
+    busy_before_ms: f64,
+}
+
+/// A request between its arrival and its end.
+struct Live {
+    client: Option<Box<ClientRequest>>,
+    place: usize,
+    keys: Arc<[BlockKey]>,
+    prompt: Arc<[u32]>,
+    output: u32,
+    tokens: Vec<u32>,
+    sent_to: Option<(usize, u64)>,
+    failed_on: Vec<ReplicaId>,
+}
+
+#[derive(Default)]
+struct Tally {
+    sent: Vec<u32>,
+    copies: u32,
+    retries: u32,
+    held: u32,
+    violations: Vec<String>,
+}
+
+impl<'a> Simulation<'a> {
+    fn new(scenario: &'a Scenario) -> Self {
+        let replica = |_| Replica {
+            engine: new_engine(scenario),
+            incarnation: 1,
+            alive: true,
+            wakes_at: None,
+            published: Vec::new(),
+            busy_before_ms: 0.0,
+        };
+        let domain = KeyDomain { model: &scenario.router.model, adapter: None, salt: None };
+        Self {
+            scenario,
+            queue: EventQueue::default(),
+            router: Router::new(scenario.router.clone(), scenario.seed),
+            workload: Workload::new(scenario.workload, scenario.shape, scenario.seed),
+            replicas: (0..scenario.replicas).map(replica).collect(),
+            rng: fastrand::Rng::with_seed(scenario.seed ^ 0x5eed),
+            root: domain.root(),
+            live: BTreeMap::new(),
+            outcomes: Vec::new(),
+            router_wakes_at: None,
+            arrivals_due: 0,
+            tally: Tally { sent: vec![0; scenario.replicas], ..Tally::default() },
+        }
+    }
+
+    fn start(&mut self) {
+        for replica in 0..self.replicas.len() {
+            self.router.upsert_replica(self.spec(replica), Time::ZERO);
+            self.schedule_report(replica, Time::ZERO);
+        }
+        for request in self.workload.first() {
+            self.expect_arrival(request);
+        }
+        for fault in &self.scenario.faults {
+            self.queue.schedule(fault.dies_at, Event::Die(fault.replica));
+            self.queue.schedule(fault.returns_at, Event::Return(fault.replica));
+        }
+    }
+
+    fn spec(&self, replica: usize) -> ReplicaSpec {
+        let scenario = self.scenario;
+        ReplicaSpec {
+            id: ReplicaId(replica as u32),
+            incarnation: Incarnation(self.replicas[replica].incarnation),
+            block_size: scenario.block_size,
+            kv_blocks: scenario.blocks,
+            max_model_len: scenario.max_model_len,
+            max_running: 256,
+            discipline: match scenario.engine {
+                EngineModel::Serial => Discipline::Serial,
+                EngineModel::Scheduler { budget } => Discipline::Chunked { budget },
+            },
+            step: scenario.step,
+        }
+    }
+
+    fn handle(&mut self, event: Event, now: Time) {
+        match event {
+            Event::Arrive(request) => self.arrive(request, now),
+            Event::Submit { replica, incarnation, request } => {
+                // A request to a replica that died under way is lost with it; its death told the router.
+                if self.lives(replica, incarnation) {
+                    self.replicas[replica].engine.submit(request, now);
+                    self.after_engine(replica, now);
+                }
+            }
+            Event::Wake { replica, incarnation } => {
+                if self.lives(replica, incarnation) && self.replicas[replica].wakes_at == Some(now) {
+                    self.replicas[replica].wakes_at = None;
+                    self.wake(replica, now);
+                }
+            }
+            Event::Output { replica, incarnation, output } => self.take_output(replica, incarnation, &output, now),
+            Event::CacheEvents { replica, incarnation, batch } => self.take_cache_events(replica, incarnation, &batch, now),
+            Event::ReportDue { replica, incarnation } => self.send_report(replica, incarnation, now),
+            Event::Report { replica, incarnation, report } => {
+                if self.replicas[replica].incarnation == incarnation {
+                    self.router.report(ReplicaId(replica as u32), report, now);
+                }
+            }
+            Event::Die(replica) => self.die(replica, now),
+            Event::Return(replica) => self.come_back(replica, now),
+            Event::RouterTimeout => self.router_wakes_at = None,
+        }
+        self.take_up_released(now);
+    }
+
+    fn expect_arrival(&mut self, request: ClientRequest) {
+        self.arrivals_due += 1;
+        self.queue.schedule(request.at, Event::Arrive(Box::new(request)));
+    }
+
+    fn arrive(&mut self, client: Box<ClientRequest>, now: Time) {
+        self.arrivals_due -= 1;
+        let id = RequestId(self.outcomes.len() as u64);
+        let keys: Arc<[BlockKey]> = chain_keys(self.root, &client.prompt, self.scenario.block_size).into();
+        self.outcomes.push(RequestOutcome {
+            arrived: now,
+            prompt: Tokens(client.prompt.len() as u32),
+            replica: None,
+            cached: None,
+            first_token: None,
+            finished: None,
+            refused: false,
+            failed: false,
+            output_digest: 0,
+        });
+        let (prompt, output) = (client.prompt.clone(), client.output);
+        let place = self.outcomes.len() - 1;
+        self.live.insert(
+            id,
+            Live { client: Some(client), place, keys, prompt, output, tokens: Vec::new(), sent_to: None, failed_on: Vec::new() },
+        );
+        self.ask_router(id, now);
+    }
+
+    fn ask_router(&mut self, id: RequestId, now: Time) {
+        let live = &self.live[&id];
+        let arrival = Arrival {
+            request: id,
+            keys: live.keys.clone(),
+            prompt: Tokens(live.prompt.len() as u32),
+            // Nothing of the output's length reaches the router, not even as the client's bound.
+            max_output: None,
+            session: live.client.as_ref().and_then(|client| client.session),
+            program: None,
+            priority: Priority(0),
+            excluded: live.failed_on.clone(),
+        };
+        let verdict = self.router.place(arrival, now);
+        self.carry_out(id, verdict, now);
+    }
+
+    fn carry_out(&mut self, id: RequestId, verdict: Verdict, now: Time) {
+        match verdict {
+            Verdict::Run(Placed { replica, copy }) => {
+                self.send(id, replica, now);
+                if let Some(copy) = copy {
+                    self.tally.copies += 1;
+                    let source = &self.live[&id];
+                    let tokens = Blocks(copy.blocks as u32).to_tokens(self.scenario.block_size).0 as usize + 1;
+                    let mut prompt = source.prompt[..tokens.min(source.prompt.len())].to_vec();
+                    prompt.resize(tokens, 0);
+                    let copied = Live {
+                        client: None,
+                        place: source.place,
+                        keys: source.keys[..copy.blocks].into(),
+                        prompt: prompt.into(),
+                        output: 1,
+                        tokens: Vec::new(),
+                        sent_to: None,
+                        failed_on: Vec::new(),
+                    };
+                    self.live.insert(copy.request, copied);
+                    self.send(copy.request, copy.to, now);
+                }
+            }
+            Verdict::Hold => self.tally.held += 1,
+            Verdict::Refuse(_) => self.end(id, true, now),
+        }
+    }
+
+    fn send(&mut self, id: RequestId, replica: ReplicaId, now: Time) {
+        let replica = replica.index();
+        let incarnation = self.replicas[replica].incarnation;
+        let live = self.live.get_mut(&id).expect("a placed request is alive");
+        live.sent_to = Some((replica, incarnation));
+        self.tally.sent[replica] += 1;
+        if live.client.is_some() {
+            self.outcomes[live.place].replica = Some(replica as u32);
+        }
+        let request = EngineRequest { id, prompt: live.prompt.clone(), keys: live.keys.clone(), output: live.output };
+        self.queue.schedule(now + self.scenario.requests.delay, Event::Submit { replica, incarnation, request });
+    }
+
+    fn lives(&self, replica: usize, incarnation: u64) -> bool {
+        self.replicas[replica].alive && self.replicas[replica].incarnation == incarnation
+    }
+
+    fn wake(&mut self, replica: usize, now: Time) {
+        let incarnation = self.replicas[replica].incarnation;
+        let outputs = self.replicas[replica].engine.advance(now);
+        for output in outputs {
+            self.queue.schedule(now + self.scenario.requests.delay, Event::Output { replica, incarnation, output });
+        }
+        self.after_engine(replica, now);
+    }
+
+    /// Publishes what the engine's cache did and schedules its next moment.
+    fn after_engine(&mut self, replica: usize, now: Time) {
+        let incarnation = self.replicas[replica].incarnation;
+        let events = self.replicas[replica].engine.take_events();
+        if let Some(link) = self.scenario.events
+            && !events.is_empty()
+        {
+            let sequence = self.replicas[replica].published.len() as u64;
+            let batch = KvEventBatch { sequence, timestamp_s: now.as_ms() / 1e3, events, dp_rank: None };
+            self.replicas[replica].published.push(batch.clone());
+            if let Some(at) = link.deliver(now, &mut self.rng) {
+                self.queue.schedule(at, Event::CacheEvents { replica, incarnation, batch });
+            }
+        }
+        if let Err(law) = self.replicas[replica].engine.check_blocks() {
+            self.tally.violations.push(format!("replica {replica} at {now}: {law}"));
+        }
+        if let Some(at) = self.replicas[replica].engine.next_at()
+            && self.replicas[replica].wakes_at.is_none_or(|wakes_at| at < wakes_at)
+        {
+            self.replicas[replica].wakes_at = Some(at.max(now));
+            self.queue.schedule(at, Event::Wake { replica, incarnation });
+        }
+    }
+
+    fn take_output(&mut self, replica: usize, incarnation: u64, output: &EngineOutput, now: Time) {
+        let id = output.request;
+        // A stream that broke under way: its request was told of the death.
+        let Some(live) = self.live.get_mut(&id).filter(|live| live.sent_to == Some((replica, incarnation))) else { return };
+        live.tokens.extend_from_slice(&output.tokens);
+        let outcome = &mut self.outcomes[live.place];
+        if let Some(cached) = output.cached {
+            if live.client.is_some() {
+                outcome.first_token = Some(now);
+                outcome.cached = Some(cached);
+            }
+            self.router.first_token(id, Some(cached), now);
+        }
+        self.router.output_tokens(id, output.tokens.len() as u32, now);
+        if output.finished {
+            let all: Vec<u32> = live.prompt.iter().chain(&live.tokens).copied().collect();
+            let keys: Arc<[BlockKey]> = chain_keys(self.root, &all, self.scenario.block_size).into();
+            self.router.finished(id, End::Finished, Some(keys), now);
+            self.end(id, false, now);
+        }
+    }
+
+    fn end(&mut self, id: RequestId, refused: bool, now: Time) {
+        let live = self.live.remove(&id).expect("it ends once");
+        let Some(client) = live.client else { return };
+        let outcome = &mut self.outcomes[live.place];
+        let done = !refused && live.tokens.len() == live.output as usize;
+        outcome.refused = refused;
+        outcome.failed = !refused && !done;
+        outcome.finished = done.then_some(now);
+        outcome.output_digest = BlockKey(0).child(&live.tokens).0;
+        if let Some(next) = self.workload.after(&client, done.then_some(live.tokens.as_slice()), now) {
+            self.expect_arrival(next);
+        }
+    }
+
+    /// Feeds a batch to the router and repairs a gap by replay, as a gateway does.
+    fn take_cache_events(&mut self, replica: usize, incarnation: u64, batch: &KvEventBatch, now: Time) {
+        let id = ReplicaId(replica as u32);
+        let applied = self.router.kv_events(id, Incarnation(incarnation), batch, now);
+        if let baton_kv::Applied::Gap { expected, got } = applied
+            && self.replicas[replica].incarnation == incarnation
+        {
+            let missing = self.replicas[replica].published[expected as usize..got as usize].to_vec();
+            for batch in missing {
+                self.router.kv_events(id, Incarnation(incarnation), &batch, now);
+            }
+        }
+    }
+
+    fn schedule_report(&mut self, replica: usize, now: Time) {
+        if let Some((_, period)) = self.scenario.reports {
+            let incarnation = self.replicas[replica].incarnation;
+            self.queue.schedule(now + period, Event::ReportDue { replica, incarnation });
+        }
+    }
+
+    fn send_report(&mut self, replica: usize, incarnation: u64, now: Time) {
+        let Some((link, _)) = self.scenario.reports else { return };
+        // Reports end with the last request, else the run never would.
+        if !self.lives(replica, incarnation) || self.live.is_empty() && self.arrivals_due == 0 {
+            return;
+        }
+        let report = self.replicas[replica].engine.load(now);
+        if let Some(at) = link.deliver(now, &mut self.rng) {
+            self.queue.schedule(at, Event::Report { replica, incarnation, report });
+        }
+        self.schedule_report(replica, now);
+    }
+
+    fn die(&mut self, replica: usize, now: Time) {
+        let (id, incarnation) = (ReplicaId(replica as u32), self.replicas[replica].incarnation);
+        self.replicas[replica].alive = false;
+        self.replicas[replica].busy_before_ms += self.replicas[replica].engine.busy_ms();
+        self.router.set_state(id, ReplicaState::Dead, now);
+        let lost: Vec<RequestId> =
+            self.live.iter().filter(|(_, live)| live.sent_to == Some((replica, incarnation))).map(|(request, _)| *request).collect();
+        for request in lost {
+            self.router.finished(request, End::Failed, None, now);
+            let live = self.live.get_mut(&request).expect("it is alive");
+            live.sent_to = None;
+            live.failed_on.push(id);
+            let may_retry = live.client.is_some() && live.tokens.is_empty() && (live.failed_on.len() as u32) < self.scenario.tries;
+            if may_retry {
+                self.tally.retries += 1;
+                self.ask_router(request, now);
+            } else {
+                self.end(request, false, now);
+            }
+        }
+    }
+
+    fn come_back(&mut self, replica: usize, now: Time) {
+        let slot = &mut self.replicas[replica];
+        slot.engine = new_engine(self.scenario);
+        slot.incarnation += 1;
+        slot.alive = true;
+        slot.wakes_at = None;
+        slot.published.clear();
+        self.router.upsert_replica(self.spec(replica), now);
+        self.schedule_report(replica, now);
+    }
+
+    fn take_up_released(&mut self, now: Time) {
+        for (id, verdict) in self.router.released(now) {
+            self.carry_out(id, verdict, now);
+        }
+        if let Some(at) = self.router.next_timeout()
+            && self.router_wakes_at.is_none_or(|wakes_at| at < wakes_at)
+        {
+            self.router_wakes_at = Some(at);
+            self.queue.schedule(at.max(now + Duration::from_nanos(1)), Event::RouterTimeout);
+        }
+    }
+
+    fn into_outcome(mut self) -> Outcome {
+        self.check_index();
+        let busy = |replica: &Replica| replica.busy_before_ms + if replica.alive { replica.engine.busy_ms() } else { 0.0 };
+        Outcome {
+            sent: self.tally.sent,
+            busy_ms: self.replicas.iter().map(busy).collect(),
+            copies: self.tally.copies,
+            retries: self.tally.retries,
+            held: self.tally.held,
+            ended_at: self.queue.now(),
+            left_in_flight: self.router.fleet(self.queue.now()).iter().map(|replica| replica.in_flight).sum(),
+            left_in_use: self.replicas.iter().filter(|replica| replica.alive).map(|replica| replica.engine.blocks_in_use()).sum(),
+            violations: self.tally.violations,
+            requests: self.outcomes,
+        }
+    }
+
+    /// With all messages delivered, what the router takes for confirmed is there.
+    fn check_index(&mut self) {
+        for (place, replica) in self.replicas.iter().enumerate() {
+            let id = ReplicaId(place as u32);
+            let told = replica.published.iter().flat_map(|batch| &batch.events);
+            let mut stored = told.filter_map(|event| match event {
+                baton_kv::KvEvent::Stored { hashes, .. } => Some(hashes),
+                baton_kv::KvEvent::Removed { .. } | baton_kv::KvEvent::Cleared => None,
+            });
+            let wrong = stored.any(|hashes| {
+                let keys = hashes.iter().map(|hash| BlockKey(hash.0));
+                keys.into_iter().any(|key| self.router.index().confirmed(id, key) && !replica.engine.holds(key))
+            });
+            if wrong && !self.router.index().doubtful(id) {
+                self.tally.violations.push(format!("replica {place}: the index takes a block for confirmed that is gone"));
+            }
+        }
+    }
+}
+
+fn new_engine(scenario: &Scenario) -> Box<dyn TimedEngine> {
+    match scenario.engine {
+        EngineModel::Serial => Box::new(SerialEngine::new(scenario.step, scenario.block_size, scenario.blocks)),
+        EngineModel::Scheduler { budget } => Box::new(ScheduledEngine::new(&EngineShape {
+            model: scenario.router.model.clone(),
+            block_size: scenario.block_size,
+            blocks: scenario.blocks,
+            max_model_len: scenario.max_model_len,
+            budget,
+            step: scenario.step,
+            publishes: scenario.events.is_some(),
+        })),
+    }
+}
