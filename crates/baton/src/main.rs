@@ -1,1 +1,75 @@
-fn main() {}
+//! `baton`: one binary for a fleet of LLM replicas.
+//!
+//! It reads the command line, finds weights, starts and watches processes, and loads servers; routing, serving and arithmetic live
+//! in the crates below it.
+
+mod bench;
+mod cli;
+mod host;
+mod model_pull;
+mod price;
+mod replica;
+mod serve;
+mod up;
+
+use std::{io::Write as _, process::ExitCode};
+
+use tracing_subscriber::{EnvFilter, filter::LevelFilter};
+
+use crate::cli::{Answer, BadInput, Command, ModelCommand};
+
+/// For what was typed wrongly, as opposed to what went wrong.
+const BAD_INPUT: u8 = 2;
+
+fn main() -> ExitCode {
+    let cli = match cli::parse(std::env::args_os()) {
+        Ok(cli) => cli,
+        Err(answer) => return reply(answer),
+    };
+    log_to_stderr();
+    let done = match cli.command {
+        Command::Up(args) => up::run(&args),
+        Command::Serve(args) => serve::run(&args),
+        Command::Replica(args) => replica::run(&args),
+        Command::Price(args) => price::run(&args, &mut std::io::stdout().lock()),
+        Command::Bench(args) => bench::run(&args),
+        Command::Model { command: ModelCommand::Pull(args) } => model_pull::run(&args),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            complain(&format!("{error:#}"));
+            if error.is::<BadInput>() { ExitCode::from(BAD_INPUT) } else { ExitCode::FAILURE }
+        }
+    }
+}
+
+fn reply(answer: Answer) -> ExitCode {
+    match answer {
+        Answer::Text(text) => {
+            // Nobody is left to tell when stdout is closed.
+            let _ = std::io::stdout().write_all(text.as_bytes());
+            ExitCode::SUCCESS
+        }
+        Answer::Usage(text) => {
+            eprint!("{text}");
+            ExitCode::from(BAD_INPUT)
+        }
+        Answer::BadInput(error) => {
+            complain(&error.to_string());
+            ExitCode::from(BAD_INPUT)
+        }
+    }
+}
+
+/// One line, whatever the error's own text has.
+fn complain(message: &str) {
+    let words: Vec<&str> = message.split_whitespace().collect();
+    eprintln!("baton: {}", words.join(" "));
+}
+
+/// `BATON_LOG` takes filters such as `info` or `baton_gateway=debug`.
+fn log_to_stderr() {
+    let filter = EnvFilter::builder().with_default_directive(LevelFilter::WARN.into()).with_env_var("BATON_LOG").from_env_lossy();
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+}
