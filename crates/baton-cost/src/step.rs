@@ -42,6 +42,15 @@ impl StepLoad {
         Self { new_tokens: new, attended: new * (cached.as_f64() + new), ..Self::default() }
     }
 
+    /// The same prefill in chunks of at most `chunk` tokens, each over what precedes it; zero means no chunking.
+    pub fn prefill_chunks(new: Tokens, cached: Tokens, chunk: Tokens) -> impl Iterator<Item = Self> {
+        let chunk = if chunk.0 == 0 { new } else { chunk };
+        (0..new.0).step_by(chunk.0.max(1) as usize).map(move |done| {
+            let done = Tokens(done);
+            Self::prefill(chunk.min(new - done), cached + done)
+        })
+    }
+
     /// `rows` sequences that decode one token each, with `context` tokens altogether.
     #[must_use]
     pub fn decode(rows: f64, context: f64) -> Self {
@@ -99,17 +108,9 @@ impl StepCoefficients {
 
     /// Milliseconds of a prefill as an engine runs it: one whole step, with its fixed part and weights, per `chunk` tokens.
     ///
-    /// A `chunk` of zero means no chunking.
+    /// Zero for `chunk` means no chunking.
     pub fn prefill_chunked_ms(&self, new: Tokens, cached: Tokens, chunk: Tokens) -> f64 {
-        let chunk = if chunk.0 == 0 { new } else { chunk };
-        let (mut left, mut context, mut seconds) = (new, cached, 0.0);
-        while left.0 > 0 {
-            let now = left.min(chunk);
-            seconds += self.step_s(&StepLoad::prefill(now, context));
-            context += now;
-            left -= now;
-        }
-        seconds * 1e3
+        StepLoad::prefill_chunks(new, cached, chunk).map(|load| self.step_s(&load)).sum::<f64>() * 1e3
     }
 
     /// The same machine slowed by `factor` (below one: sped up).
