@@ -195,7 +195,7 @@ impl Engine {
         self.calibrator.observe(&load, result.elapsed.as_secs_f64());
         self.counters.steps += 1;
         self.counters.computed_tokens += load.new_tokens as u64;
-        let (mut outputs, mut forks) = (Vec::new(), Vec::new());
+        let (mut outputs, mut forks) = (Vec::with_capacity(result.samples.len()), Vec::new());
         let mut samples = result.samples.into_iter();
         let ends = Ends { eos: &self.config.eos, length_limit: self.length_limit.0 };
         for sequence in self.running.iter_mut().filter(|sequence| sequence.scheduled > 0) {

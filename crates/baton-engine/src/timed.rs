@@ -202,6 +202,16 @@ mod tests {
         assert_ne!(draw(SamplingOptions::default(), 1, &[1, 2, 3]), draw(SamplingOptions::default(), 2, &[1, 2, 3]));
     }
 
+    /// Whoever changes what is drawn must change the id.
+    #[test]
+    fn the_numerics_id_stands_for_these_tokens() {
+        let mut timed = timed(TokenSource::Text);
+        assert_eq!(timed.numerics_id(), "timed-1 Text [3]");
+        let text = |token: u32| String::from_utf8(token.to_le_bytes().to_vec()).unwrap();
+        assert_eq!(text(sampled(&mut timed, greedy(), 0, &[1, 2, 3], &[]).token), "aqs ");
+        assert_eq!(text(sampled(&mut timed, SamplingOptions::default(), 7, &[1, 2, 3], &[]).token), "e  z");
+    }
+
     #[test]
     fn end_of_sequence_comes_only_when_forced() {
         let mut timed = timed(TokenSource::Vocabulary(5));

@@ -55,6 +55,7 @@ impl Checked {
 
     fn check_context(&self, row: &BatchRow<'_>) {
         let Some(sample) = &row.sample else { return };
+        assert_eq!(sample.output_index as usize, sample.output.len(), "a draw is keyed by its place");
         let mut history = 0;
         for (position, &token) in (0..).zip([sample.prompt, sample.output].concat().iter()) {
             history = Timed::history_after(history, token);
@@ -133,7 +134,8 @@ impl World {
 
     /// One step, during which `during` happens; false when there was nothing to do.
     fn step_during(&mut self, during: impl FnOnce(&mut Engine)) -> bool {
-        let before: Vec<_> = self.engine.running.iter().map(|sequence| sequence.rank).collect();
+        let preemptions = self.engine.counters.preemptions;
+        let before: Vec<_> = self.engine.running.iter().map(|sequence| (sequence.rank, sequence.preemptions)).collect();
         let Some(plan) = self.engine.plan(self.now) else {
             assert!(self.engine.is_idle(), "nothing was planned though {:?} waits", self.engine.waiting.keys().next());
             return false;
@@ -143,8 +145,12 @@ impl World {
         let result = plan.run(&mut self.executor);
         assert_eq!(self.engine.in_flight, Some(load));
         self.check_budget(tokens, &load);
-        let kept = |rank: &Rank| self.engine.running.iter().any(|sequence| sequence.rank == *rank);
-        assert!(before.iter().map(kept).is_sorted_by(|a, b| a >= b), "nobody is preempted while one later in rank goes on");
+        let after: Vec<_> = self.engine.running.iter().map(|sequence| (sequence.rank, sequence.preemptions)).collect();
+        let kept: Vec<bool> = before.iter().map(|sequence| after.contains(sequence)).collect();
+        assert!(kept.is_sorted_by(|a, b| a >= b), "nobody is preempted while one later in rank goes on");
+        let admits = after.iter().any(|sequence| !before.contains(sequence));
+        let preempts = self.engine.counters.preemptions > preemptions;
+        assert!(!(admits && preempts && kept.contains(&true)), "a step admits nobody after it preempted, unless all were");
         self.now += result.elapsed;
         during(&mut self.engine);
         let outputs = self.engine.complete(result, self.now);
