@@ -505,6 +505,16 @@ impl Exchange {
         let cached = Tokens(usage.cached_tokens().unwrap_or(0));
         let prompt = Tokens(usage.prompt_tokens);
         self.fleet.metrics.tokens(engine.id, prompt, cached, Tokens(usage.completion_tokens));
+        if usage.cached_tokens().is_some() {
+            let decision = self.fleet.peek_router(|router, _| {
+                router.cached_tokens(self.admitted.live.id, cached);
+                router.decision(self.admitted.live.id)
+            });
+            let quote = decision.as_ref().and_then(|decision| decision.quotes.iter().find(|quote| quote.replica == engine.id));
+            if let Some(quote) = quote {
+                self.fleet.metrics.hit_predicted(engine.id, quote.hit_tokens, cached);
+            }
+        }
         let Some(first_token_at) = self.first_token_at.filter(|_| self.alone && !engine.config.kind.reports_steps()) else { return };
         let new = prompt.saturating_sub(cached);
         if new == Tokens::ZERO {

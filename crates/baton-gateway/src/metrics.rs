@@ -39,6 +39,8 @@ struct ReplicaCounters {
     prompt_tokens: u64,
     cached_tokens: u64,
     output_tokens: u64,
+    hit_missed_tokens: u64,
+    hit_surplus_tokens: u64,
     kv_batches: u64,
     kv_gaps: u64,
     kv_skipped: u64,
@@ -92,6 +94,14 @@ impl Metrics {
         });
     }
 
+    /// What the router believed of a prompt's cached part against what the engine says.
+    pub(crate) fn hit_predicted(&self, replica: ReplicaId, believed: Tokens, cached: Tokens) {
+        self.replica(replica, |counters| {
+            counters.hit_missed_tokens += u64::from(believed.saturating_sub(cached).0);
+            counters.hit_surplus_tokens += u64::from(cached.saturating_sub(believed).0);
+        });
+    }
+
     pub(crate) fn kv_batch(&self, replica: ReplicaId, gap: bool, skipped: usize) {
         self.replica(replica, |counters| {
             counters.kv_batches += 1;
@@ -132,11 +142,13 @@ impl Metrics {
         let engines = fleet.engines();
         let counters = lock(&self.replicas).clone();
         let of = |id: ReplicaId| counters.get(&id).copied().unwrap_or_default();
-        let families: [(&str, &str, Count); 7] = [
+        let families: [(&str, &str, Count); 9] = [
             ("baton_attempts_total", "Requests sent to a replica.", |c| c.attempts),
             ("baton_prompt_tokens_total", "Prompt tokens of finished requests.", |c| c.prompt_tokens),
             ("baton_cached_tokens_total", "Of these, tokens whose KV was there, as the engine says.", |c| c.cached_tokens),
             ("baton_output_tokens_total", "Output tokens of finished requests.", |c| c.output_tokens),
+            ("baton_hit_missed_tokens_total", "Tokens believed to be cached that were not.", |c| c.hit_missed_tokens),
+            ("baton_hit_surplus_tokens_total", "Cached tokens that the router did not know of.", |c| c.hit_surplus_tokens),
             ("baton_kv_batches_total", "Batches of KV events taken in.", |c| c.kv_batches),
             ("baton_kv_gaps_total", "Batches that came before their predecessors.", |c| c.kv_gaps),
             ("baton_kv_skipped_total", "KV events that the index cannot use.", |c| c.kv_skipped),

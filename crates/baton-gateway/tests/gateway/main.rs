@@ -1,5 +1,7 @@
 //! The gateway over real sockets, between a scripted engine and a client.
+#![allow(clippy::unwrap_used, reason = "tests and their helpers")]
 
 mod front_door;
+mod kv_events;
 mod streams;
 mod support;

@@ -1,6 +1,12 @@
 //! Streams through the gateway, from recorded bytes of a vLLM server.
 
-use std::collections::BTreeSet;
+use std::{
+    collections::BTreeSet,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
 
 use crate::support::{EventReader, FakeEngine, Front, config, events, read, read_json, recorded};
 use baton_gateway::EngineKind;
@@ -267,4 +273,41 @@ async fn an_engine_that_dies_gets_no_more_requests_and_is_used_again_when_it_is_
     let response = front.chat(ASK);
     back.call().await.play(&recorded(CHAT).1).await;
     assert!(text(&read(response.await.unwrap()).await).ends_with("data: [DONE]\n\n"));
+}
+
+/// Without back-pressure the gateway would take in all of this while its client reads nothing.
+#[tokio::test]
+async fn an_engine_is_slowed_by_a_client_that_does_not_read() {
+    const EVENTS: usize = 2000;
+    const BYTES: usize = 64 << 10;
+    let mut engine = FakeEngine::start().await;
+    let front = Front::over(&[&engine]).await;
+    let response = front.completion(r#"{"model":"smollm2-135m","prompt":[1,2,3],"stream":true}"#);
+    let sender = engine.call().await.stream();
+    let taken = Arc::new(AtomicUsize::new(0));
+    let count = taken.clone();
+    let sending = tokio::spawn(async move {
+        let text = "x".repeat(BYTES);
+        for _ in 0..EVENTS {
+            sender.send(format!("data: {{\"choices\":[{{\"index\":0,\"text\":\"{text}\",\"finish_reason\":null}}]}}\n\n")).await;
+            count.fetch_add(1, Ordering::Relaxed);
+        }
+        sender.send("data: {\"choices\":[{\"index\":0,\"text\":\"\",\"finish_reason\":\"length\"}]}\n\ndata: [DONE]\n\n").await;
+    });
+    let response = response.await.unwrap();
+    // Others are served meanwhile.
+    for _ in 0..100 {
+        let other = front.chat(ASK);
+        engine.call().await.play(&recorded(CHAT_PLAIN).1).await;
+        read(other.await.unwrap()).await;
+    }
+    let ahead = taken.load(Ordering::Relaxed);
+    assert!(ahead < EVENTS / 2, "{ahead} events of {BYTES} bytes were taken from the engine for a client that read none");
+    let mut reader = EventReader::new(response);
+    let mut events = 0;
+    while let Some(event) = reader.next().await {
+        events += usize::from(event.len() > BYTES);
+    }
+    assert_eq!(events, EVENTS);
+    sending.await.unwrap();
 }
