@@ -26,8 +26,7 @@ impl Clock {
     }
 
     pub(crate) fn now(&self) -> Time {
-        let real = self.origin.elapsed();
-        if self.scale == 1.0 { Time::ZERO + real } else { Time::ZERO + real.div_f64(self.scale) }
+        Time::ZERO + self.origin.elapsed().div_f64(self.scale)
     }
 
     /// Seconds since 1970 at a moment; the same for all scales at the start.
@@ -52,10 +51,9 @@ impl Clock {
             if left.is_zero() {
                 return self.now().since(at);
             }
-            if left > SPIN {
-                thread::sleep(left - SPIN);
-            } else {
-                thread::yield_now();
+            match left.checked_sub(SPIN) {
+                Some(most) if !most.is_zero() => thread::sleep(most),
+                _ => thread::yield_now(),
             }
         }
     }

@@ -37,6 +37,8 @@ struct Shared {
     failed: AtomicBool,
     failure: Notify,
     next_request: AtomicU64,
+    /// Client requests being answered.
+    generations: AtomicU32,
 }
 
 struct Stamped {
@@ -85,6 +87,19 @@ pub(crate) struct EngineGone;
 impl EngineHandle {
     pub(crate) fn next_id(&self) -> RequestId {
         RequestId(self.shared.next_request.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Client requests being answered, streams included.
+    pub(crate) fn generations(&self) -> u32 {
+        self.shared.generations.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn begin_generation(&self) {
+        self.shared.generations.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn end_generation(&self) {
+        self.shared.generations.fetch_sub(1, Ordering::Relaxed);
     }
 
     pub(crate) fn submit(&self, submission: Submission) -> Result<(), EngineGone> {
@@ -169,6 +184,7 @@ pub(crate) fn start(parts: Parts) -> std::io::Result<(EngineHandle, thread::Join
         failed: AtomicBool::new(false),
         failure: Notify::new(),
         next_request: AtomicU64::new(0),
+        generations: AtomicU32::new(0),
     });
     let handle = EngineHandle { commands: sender, shared: Arc::clone(&shared), clock: parts.clock };
     let mut driver = Driver { parts, shared, commands, held: None, live: BTreeMap::new(), now: Time::ZERO };
@@ -407,3 +423,6 @@ impl Live {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -89,6 +89,7 @@ impl Generation {
     ) -> Result<Self, ErrorBody> {
         let room = |prompt: &Prepared| 2 + common.choices as usize * prompt.params.max_tokens.unwrap_or(0) as usize;
         let (sender, updates) = mpsc::channel(prompts.iter().map(room).sum::<usize>().max(1));
+        engine.begin_generation();
         let mut generation =
             Self { engine: engine.clone(), updates, slots: Vec::new(), choices_per_prompt: common.choices, ready: VecDeque::new() };
         for (slot, prompt) in prompts.into_iter().enumerate() {
@@ -199,6 +200,7 @@ impl Slot {
 
 impl Drop for Generation {
     fn drop(&mut self) {
+        self.engine.end_generation();
         let running: Vec<RequestId> = self.slots.iter().filter(|slot| !slot.has_ended()).map(|slot| slot.id).collect();
         if !running.is_empty() {
             self.engine.abort(running);

@@ -7,16 +7,12 @@ mod generate;
 mod logprobs;
 mod tokenize;
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU32, Ordering},
-};
+use std::sync::Arc;
 
 use axum::{
     Router,
     body::Body,
-    extract::{DefaultBodyLimit, Request, State, rejection::BytesRejection},
-    middleware::{self, Next},
+    extract::{DefaultBodyLimit, rejection::BytesRejection},
     response::Response,
     routing::{get, post},
 };
@@ -57,18 +53,13 @@ pub(crate) struct App {
     pub(crate) kv_events: Option<KvEventSource>,
     pub(crate) numerics_id: String,
     pub(crate) incarnation: u64,
-    /// Requests for tokens being served, for `/load`.
-    pub(crate) load: AtomicU32,
 }
 
 pub(crate) fn router(app: Arc<App>) -> Router {
-    let generating = Router::new()
+    Router::new()
         .route("/v1/chat/completions", post(chat::chat))
         .route("/v1/completions", post(completions::completions))
         .route("/inference/v1/generate", post(generate::generate))
-        .route_layer(middleware::from_fn_with_state(Arc::clone(&app), count_load));
-    Router::new()
-        .merge(generating)
         .route("/health", get(admin::health))
         .route("/ping", get(admin::health).post(admin::health))
         .route("/load", get(admin::load))
@@ -87,34 +78,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .with_state(app)
 }
 
-/// Held while an answer is being made, streamed ones included.
-struct Load(Arc<App>);
-
-impl Load {
-    fn begin(app: &Arc<App>) -> Self {
-        app.load.fetch_add(1, Ordering::Relaxed);
-        Self(Arc::clone(app))
-    }
-}
-
-impl Drop for Load {
-    fn drop(&mut self) {
-        self.0.load.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
-async fn count_load(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
-    let load = Load::begin(&app);
-    let (parts, body) = next.run(request).await.into_parts();
-    // The guard goes with the body, which ends or is dropped with the answer.
-    let body = http_body_util::BodyExt::map_frame(body, move |frame| {
-        let _held = &load;
-        frame
-    });
-    Response::from_parts(parts, Body::new(body))
-}
-
-/// FastAPI's own errors.
+/// An error of the web framework's, which has no OpenAI body.
 fn plain(status: StatusCode, detail: &str) -> Response {
     json_response(status, &json!({ "detail": detail }))
 }

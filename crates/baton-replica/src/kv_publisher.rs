@@ -154,7 +154,7 @@ async fn answer(mut sender: RouterSendHalf, peer: Bytes, topic: Bytes, batches: 
 }
 
 fn message<const N: usize>(frames: [Bytes; N]) -> ZmqMessage {
-    frames.to_vec().try_into().expect("a message has frames")
+    Vec::from(frames).try_into().expect("a message has frames")
 }
 
 #[cfg(test)]

@@ -4,18 +4,14 @@ use std::{fmt::Write as _, sync::Mutex, time::Duration};
 
 use baton_engine::{Counters, SequenceRecord, Status};
 
-const SECONDS_TTFT: &[f64] = &[
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
-];
-const SECONDS_TOKEN: &[f64] =
-    &[0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0];
-const SECONDS_REQUEST: &[f64] = &[
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
-];
+const SECONDS_TTFT: &[f64] =
+    &[0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0];
+const SECONDS_TOKEN: &[f64] = &[0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0];
+const SECONDS_REQUEST: &[f64] =
+    &[0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0];
 const STEP_TOKENS: &[f64] = &[1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0];
-const REQUEST_TOKENS: &[f64] = &[
-    1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10_000.0, 20_000.0, 50_000.0, 100_000.0, 200_000.0,
-];
+const REQUEST_TOKENS: &[f64] =
+    &[1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10_000.0, 20_000.0, 50_000.0, 100_000.0, 200_000.0];
 
 /// What the engine thread observes beside the engine's own counters. One lock a step and one a scrape, so it is never waited for.
 #[derive(Debug, Default)]
@@ -194,12 +190,8 @@ impl Page {
             self.single(name, "counter", help, value as f64);
         }
         self.head("vllm:request_success_total", "counter", "Count of successfully processed requests.");
-        let ended = [
-            ("stop", counters.finished_stop),
-            ("length", counters.finished_length),
-            ("abort", counters.finished_abort),
-            ("error", errors),
-        ];
+        let ended =
+            [("stop", counters.finished_stop), ("length", counters.finished_length), ("abort", counters.finished_abort), ("error", errors)];
         let labels = self.labels.clone();
         for (reason, count) in ended {
             self.line(format_args!("vllm:request_success_total{{{labels},finished_reason=\"{reason}\"}} {:?}", count as f64));
@@ -276,7 +268,9 @@ mod tests {
     #[test]
     fn a_histogram_counts_a_bound_as_below_it() {
         let mut histogram = Histogram::new(&[1.0, 2.0]);
-        [1.0, 1.5, 2.0, 9.0].iter().for_each(|&value| histogram.observe(value));
+        for value in [1.0, 1.5, 2.0, 9.0] {
+            histogram.observe(value);
+        }
         assert_eq!(histogram.counts, [1, 2, 1]);
         assert!((histogram.sum - 13.5).abs() < 1e-12);
     }

@@ -105,7 +105,11 @@ pub(crate) fn choices(sampling: &Sampling, prompts: usize) -> Result<u32, ErrorB
     }
     let all = prompts.saturating_mul(n as usize);
     if all > CHOICES_MAX {
-        return Err(ErrorBody::invalid("n", n, &format!("{prompts} prompts with {n} choices each are {all}; at most {CHOICES_MAX} can be made in one request.")));
+        return Err(ErrorBody::invalid(
+            "n",
+            n,
+            &format!("{prompts} prompts with {n} choices each are {all}; at most {CHOICES_MAX} can be made in one request."),
+        ));
     }
     Ok(n)
 }
@@ -146,10 +150,24 @@ pub(crate) fn check_supported(sampling: &Sampling, rest: &Map<String, Value>) ->
     }
     match rest.get("response_format").and_then(|format| format["type"].as_str()) {
         None | Some("text") => {}
-        Some(kind) => return Err(ErrorBody::new(400, "BadRequestError", Some("response_format"), format!("response_format of type {kind} is not supported by this server; leave it out and ask for the format in the prompt"))),
+        Some(kind) => {
+            return Err(ErrorBody::new(
+                400,
+                "BadRequestError",
+                Some("response_format"),
+                format!(
+                    "response_format of type {kind} is not supported by this server; leave it out and ask for the format in the prompt"
+                ),
+            ));
+        }
     }
     if sampling.stream_options.is_some() && !sampling.is_stream() {
-        return Err(ErrorBody::new(400, "BadRequestError", Some("stream_options"), "Stream options can only be defined when `stream=True`."));
+        return Err(ErrorBody::new(
+            400,
+            "BadRequestError",
+            Some("stream_options"),
+            "Stream options can only be defined when `stream=True`.",
+        ));
     }
     Ok(())
 }
@@ -161,15 +179,20 @@ pub(crate) fn not_supported(field: &str) -> ErrorBody {
 fn top_k(asked: Option<i64>) -> Result<u32, ErrorBody> {
     match asked {
         None | Some(-1) => Ok(0),
-        Some(k) => u32::try_from(k)
-            .map_err(|_| ErrorBody::invalid("top_k", k, &format!("top_k must be 0 (disable), or at least 1, got {k}."))),
+        Some(k) => {
+            u32::try_from(k).map_err(|_| ErrorBody::invalid("top_k", k, &format!("top_k must be 0 (disable), or at least 1, got {k}.")))
+        }
     }
 }
 
 fn logit_bias(asked: Option<&Map<String, Value>>) -> Result<Vec<(u32, f32)>, ErrorBody> {
     let entry = |(token, bias): (&String, &Value)| match (token.parse(), bias.as_f64()) {
         (Ok(token), Some(bias)) => Ok((token, bias as f32)),
-        _ => Err(ErrorBody::invalid("logit_bias", bias, &format!("Invalid key or value in logit_bias: {token:?}; keys are token ids, values numbers."))),
+        _ => Err(ErrorBody::invalid(
+            "logit_bias",
+            bias,
+            &format!("Invalid key or value in logit_bias: {token:?}; keys are token ids, values numbers."),
+        )),
     };
     asked.into_iter().flatten().map(entry).collect()
 }
@@ -238,7 +261,10 @@ mod tests {
         let refuse = |rest: Value| check_supported(&Sampling::default(), rest.as_object().unwrap()).map_err(|error| error.param.unwrap());
         assert_eq!(refuse(json!({ "guided_json": {} })), Err("guided_json".to_owned()));
         assert_eq!(refuse(json!({ "response_format": { "type": "json_object" } })), Err("response_format".to_owned()));
-        assert_eq!(refuse(json!({ "response_format": { "type": "text" }, "use_beam_search": false, "bad_words": [], "user": "u" })), Ok(()));
+        assert_eq!(
+            refuse(json!({ "response_format": { "type": "text" }, "use_beam_search": false, "bad_words": [], "user": "u" })),
+            Ok(())
+        );
         let prompt_logprobs = sampling(json!({ "prompt_logprobs": 1 }));
         assert_eq!(check_supported(&prompt_logprobs, &Map::new()).unwrap_err().param.as_deref(), Some("prompt_logprobs"));
         let options = sampling(json!({ "stream_options": { "include_usage": true } }));

@@ -1,5 +1,5 @@
 use std::{
-    sync::{Arc, atomic::AtomicU32},
+    sync::Arc,
     time::{SystemTime, UNIX_EPOCH},
 };
 
@@ -72,7 +72,6 @@ pub async fn serve(
         kv_events: publisher.as_ref().map(|publisher| publisher.source.clone()),
         numerics_id,
         incarnation: incarnation(),
-        load: AtomicU32::new(0),
     };
     let served = serve_http(app, listener, until_stopped(shutdown, engine.clone()), drain).await;
     let failed = engine.has_failed();

@@ -1,4 +1,4 @@
-use std::sync::{Arc, atomic::Ordering};
+use std::sync::Arc;
 
 use axum::{
     body::Body,
@@ -27,7 +27,7 @@ pub(super) async fn health(State(app): State<Arc<App>>) -> Response {
 }
 
 pub(super) async fn load(State(app): State<Arc<App>>) -> Response {
-    json_response(StatusCode::OK, &json!({ "server_load": app.load.load(Ordering::Relaxed) }))
+    json_response(StatusCode::OK, &json!({ "server_load": app.engine.generations() }))
 }
 
 pub(super) async fn version() -> Response {

@@ -5,7 +5,10 @@ use axum::{
     response::Response,
 };
 use baton_wire::{
-    openai::{ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatLogprobs, ChatRequest, Delta, ErrorBody, FinishReason, Head, Message, Usage},
+    openai::{
+        ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatLogprobs, ChatRequest, Delta, ErrorBody, FinishReason, Head, Message,
+        Usage,
+    },
     sse,
 };
 use bytes::Bytes;
@@ -71,7 +74,8 @@ async fn serve(app: &Arc<App>, headers: &HeaderMap, body: Result<Bytes, BytesRej
 fn check(request: &ChatRequest) -> Result<(), ErrorBody> {
     check_supported(&request.sampling, &request.rest)?;
     if request.chat_template.is_some() {
-        let message = "Chat template is passed with request, but this server uses the model's own. Refused request with untrusted chat template.";
+        let message =
+            "Chat template is passed with request, but this server uses the model's own. Refused request with untrusted chat template.";
         return Err(ErrorBody::new(400, "BadRequestError", Some("chat_template"), message));
     }
     match &request.tool_choice {
@@ -183,9 +187,8 @@ impl Format for ChatStream {
         let mut events = Vec::new();
         if !std::mem::replace(&mut self.begun, true) {
             // With the first token, not before: a client may take its first event for it.
-            let roles = (0..generation.choice_count()).map(|index| {
-                self.with_usage(ChatChunk::role(&self.shape.head, index, self.shape.prompt_token_ids.clone()), prompt, 0)
-            });
+            let roles = (0..generation.choice_count())
+                .map(|index| self.with_usage(ChatChunk::role(&self.shape.head, index, self.shape.prompt_token_ids.clone()), prompt, 0));
             events.extend(roles);
         }
         let logprobs = self.shape.logprobs(&piece);

@@ -5,7 +5,10 @@ use axum::{
     response::Response,
 };
 use baton_wire::{
-    openai::{Completion, CompletionChoice, CompletionChunk, CompletionChunkChoice, CompletionLogprobs, CompletionRequest, ErrorBody, Head, Prompt, Usage},
+    openai::{
+        Completion, CompletionChoice, CompletionChunk, CompletionChunkChoice, CompletionLogprobs, CompletionRequest, ErrorBody, Head,
+        Prompt, Usage,
+    },
     sse,
 };
 use bytes::Bytes;
@@ -15,7 +18,9 @@ use super::{App, Format, answer, json_response, logprobs::Names, priority, read,
 use crate::{
     choice::{End, Piece},
     generation::{Common, Generation, Prepared, Step, engine_gone},
-    request::{Asked, check_prompt, check_supported, choices, not_supported, output_limit, sampling_options, text_options, with_max_tokens},
+    request::{
+        Asked, check_prompt, check_supported, choices, not_supported, output_limit, sampling_options, text_options, with_max_tokens,
+    },
 };
 
 /// Output tokens of a completion that names no limit, as in OpenAI's API and vLLM.

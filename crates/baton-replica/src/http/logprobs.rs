@@ -63,8 +63,8 @@ pub(super) fn written(logprob: f32) -> f64 {
 mod tests {
     use super::*;
 
-    fn id(text: &[u8; 4]) -> u32 {
-        u32::from_le_bytes(*text)
+    fn id(text: [u8; 4]) -> u32 {
+        u32::from_le_bytes(text)
     }
 
     #[test]
@@ -72,9 +72,9 @@ mod tests {
         let tokenizer = Tokenizer::bytes4();
         let names = Names { tokenizer: &tokenizer, as_ids: false };
         let mut logprobs = CompletionLogprobs::default();
-        let top = vec![(id(b"aaaa"), -0.5), (id(b"bbbb"), f32::NEG_INFINITY)];
-        names.add_completion(&mut logprobs, &Token { id: id(b"cccc"), logprob: Some(-3.0), top: top.clone() }, 7);
-        names.add_completion(&mut logprobs, &Token { id: id(b"aaaa"), logprob: Some(-0.5), top }, 11);
+        let top = vec![(id(*b"aaaa"), -0.5), (id(*b"bbbb"), f32::NEG_INFINITY)];
+        names.add_completion(&mut logprobs, &Token { id: id(*b"cccc"), logprob: Some(-3.0), top: top.clone() }, 7);
+        names.add_completion(&mut logprobs, &Token { id: id(*b"aaaa"), logprob: Some(-0.5), top }, 11);
         let top: Vec<Value> = logprobs.top_logprobs.iter().map(|top| json!(top)).collect();
         assert_eq!(top, [json!({ "aaaa": -0.5, "bbbb": -9999.0, "cccc": -3.0 }), json!({ "aaaa": -0.5, "bbbb": -9999.0 })]);
         assert_eq!((logprobs.text_offset, logprobs.tokens), (vec![7, 11], vec!["cccc".to_owned(), "aaaa".to_owned()]));
