@@ -238,9 +238,18 @@ impl Driver {
             }
             self.publish_events();
             self.publish_status();
-            let Ok(command) = self.commands.recv() else { return };
-            self.held = Some(command);
+            if !self.let_time_pass(|commands| commands.recv().ok()) {
+                return;
+            }
         }
+    }
+
+    /// Nothing is being computed, so it becomes the time of what comes next; false when nothing does.
+    fn let_time_pass(&mut self, next: impl FnOnce(&Receiver<Stamped>) -> Option<Stamped>) -> bool {
+        self.held = self.held.take().or_else(|| next(&self.commands));
+        let at = self.held.as_ref().map(|stamped| stamped.at);
+        self.now = self.now.max(at.unwrap_or_default());
+        at.is_some()
     }
 
     /// Obeys the commands that came before the next step; false when it is to end.
@@ -250,9 +259,7 @@ impl Driver {
         }
         let mut submitted = (0, 0);
         while let Some(stamped) = self.held.take().or_else(|| self.commands.try_recv().ok()) {
-            if self.parts.engine.is_idle() {
-                self.now = self.now.max(stamped.at);
-            } else if stamped.at > self.now {
+            if stamped.at > self.now {
                 // An emulated engine that is behind the clock must not see the future.
                 self.held = Some(stamped);
                 break;

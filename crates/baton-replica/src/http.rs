@@ -16,6 +16,7 @@ use axum::{
     response::Response,
     routing::{get, post},
 };
+use baton_engine::Order;
 use baton_text::{TemplateError, Tokenizer};
 use baton_wire::{
     openai::{ErrorBody, Head, Sampling, parse},
@@ -136,6 +137,16 @@ impl App {
         })
     }
 
+    /// The wire's priority within the engine's range; an engine that goes by arrival alone takes none.
+    fn priority(&self, asked: Option<i64>) -> Result<i32, ErrorBody> {
+        let asked = asked.unwrap_or(0);
+        if asked != 0 && self.config.engine.order == Order::Arrival {
+            let message = format!("Got priority {asked} but Priority scheduling is not enabled.");
+            return Err(ErrorBody::new(400, "BadRequestError", Some("priority"), message));
+        }
+        Ok(asked.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as i32)
+    }
+
     /// Tokens of a text, without holding up other requests when it is long.
     async fn encode(&self, text: String, add_special: bool) -> Vec<u32> {
         if text.len() <= TEXT_INLINE_MAX {
@@ -193,11 +204,6 @@ fn request_id(headers: &HeaderMap, sampling: &Sampling) -> String {
 /// The wire's signed seed as the engine takes it, or a new one.
 fn seed(sampling: &Sampling) -> u64 {
     sampling.seed.map_or_else(|| fastrand::u64(..), i64::cast_unsigned)
-}
-
-/// The wire's priority within the engine's range.
-fn priority(asked: Option<i64>) -> i32 {
-    asked.unwrap_or(0).clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as i32
 }
 
 /// Turns what happens to a request into events of its API.

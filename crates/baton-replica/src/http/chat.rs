@@ -15,7 +15,7 @@ use bytes::Bytes;
 use http::{HeaderMap, StatusCode};
 use serde_json::{Value, json};
 
-use super::{App, Format, answer, json_response, logprobs::Names, priority, read, seed, stream_response};
+use super::{App, Format, answer, json_response, logprobs::Names, read, seed, stream_response};
 use crate::{
     choice::{End, Piece},
     generation::{Common, Generation, Prepared, Step, engine_gone},
@@ -37,7 +37,7 @@ async fn serve(app: &Arc<App>, headers: &HeaderMap, body: Result<Bytes, BytesRej
     let common = Common {
         choices: choices(sampling, 1)?,
         seed: seed(sampling),
-        priority: priority(sampling.priority),
+        priority: app.priority(sampling.priority)?,
         salt: sampling.cache_salt.clone(),
         text: text_options(sampling)?,
     };

@@ -14,7 +14,7 @@ use baton_wire::{
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode};
 
-use super::{App, Format, answer, json_response, logprobs::Names, priority, read, seed, stream_response};
+use super::{App, Format, answer, json_response, logprobs::Names, read, seed, stream_response};
 use crate::{
     choice::{End, Piece},
     generation::{Common, Generation, Prepared, Step, engine_gone},
@@ -41,7 +41,7 @@ async fn serve(app: &Arc<App>, headers: &HeaderMap, body: Result<Bytes, BytesRej
     let common = Common {
         choices: choices(sampling, request.prompt.len())?,
         seed: seed(sampling),
-        priority: priority(sampling.priority),
+        priority: app.priority(sampling.priority)?,
         salt: sampling.cache_salt.clone(),
         text: text_options(sampling)?,
     };

@@ -15,7 +15,7 @@ use http::{HeaderMap, StatusCode};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::{App, Format, answer, json_response, logprobs, priority, read, request_id, seed, stream_response};
+use super::{App, Format, answer, json_response, logprobs, read, request_id, seed, stream_response};
 use crate::{
     choice::{End, Piece, Token},
     generation::{Common, Generation, Prepared, Step, engine_gone},
@@ -72,7 +72,7 @@ async fn serve(app: &Arc<App>, headers: &HeaderMap, body: Result<Bytes, BytesRej
     let common = Common {
         choices: choices(&sampling, 1)?,
         seed: seed(&sampling),
-        priority: priority(request.priority),
+        priority: app.priority(request.priority)?,
         salt: request.cache_salt,
         text: text_options(&sampling)?,
     };

@@ -1,6 +1,6 @@
 //! What a replica does, seen from outside.
 
-use baton_engine::{Batch, Executor, StepResult};
+use baton_engine::{Batch, Executor, Order, StepResult};
 use baton_kv::BlockId;
 use baton_replica::{Pace, ReplicaError};
 
@@ -152,6 +152,31 @@ async fn a_final_message_can_be_continued() {
     let tokens = replica.post("/tokenize", &body).await.json();
     let ids: Vec<u32> = serde_json::from_value(tokens["tokens"].clone()).unwrap();
     assert!(smollm2().decode(&ids, false).ends_with("<|im_start|>assistant\nHello, I"));
+    replica.stop().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_does_not_read_holds_up_nobody() {
+    let replica = Replica::start(config()).await;
+    let body = json!({ "prompt": "Hi", "max_tokens": 1500, "temperature": 0, "stream": true, "return_token_ids": true, "logprobs": 5 });
+    let idle = replica.connect(&post("/v1/completions", &body, "")).await;
+    replica.report_when(|report| report.running == 1).await;
+    assert_eq!(complete(&replica, json!({})).await["finish_reason"], "length");
+    replica.report_when(|report| report.running == 0).await;
+    // All of it was kept for when the client reads.
+    assert_eq!(read_answer(idle).await.events().len(), 1501);
+    replica.stop().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_priority_is_refused_where_it_would_mean_nothing() {
+    let mut by_arrival = config();
+    by_arrival.engine.order = Order::Arrival;
+    let replica = Replica::start(by_arrival).await;
+    let answer =
+        async |priority: i32| replica.post("/v1/completions", &json!({ "prompt": "Hi", "max_tokens": 1, "priority": priority })).await;
+    assert_eq!(answer(0).await.status, 200);
+    assert_eq!(answer(-1).await.json()["error"]["message"], "Got priority -1 but Priority scheduling is not enabled.");
     replica.stop().await.unwrap();
 }
 

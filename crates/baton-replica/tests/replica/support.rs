@@ -10,7 +10,7 @@ use std::{
 };
 
 use baton_cost::StepCoefficients;
-use baton_engine::{EngineConfig, Executor, Timed, TokenBudget, TokenSource};
+use baton_engine::{EngineConfig, Executor, Order, Timed, TokenBudget, TokenSource};
 use baton_gguf::Header;
 use baton_replica::{Pace, ReplicaConfig, ReplicaError, serve};
 use baton_text::Tokenizer;
@@ -64,6 +64,7 @@ pub(crate) fn config() -> ReplicaConfig {
     let engine = EngineConfig {
         block_size: BlockSize::new(32).unwrap(),
         budget: TokenBudget::Fixed(Tokens(2048)),
+        order: Order::Priority,
         ..EngineConfig::new(MODEL, Blocks(128), Tokens(2048), steps_of(1.0))
     };
     ReplicaConfig { drain: Duration::from_secs(5), ..ReplicaConfig::new("r0", MODEL, engine, Pace::Modelled { time_scale: 0.1 }) }
