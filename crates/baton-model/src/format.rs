@@ -12,13 +12,11 @@ use crate::simd::{LANES, Simd};
 /// Part of `numerics_id`; to be raised whenever any result may change a bit.
 pub(crate) const REDUCTION_RULE: u32 = 1;
 
-/// Values of k that share one partial sum of activations.
-pub(crate) const SUM_BLOCK: usize = 32;
+/// Values of k per block.
+pub(crate) const BLOCK: usize = 32;
 
 /// One kind of packed weights.
 pub(crate) trait Format {
-    /// Values of k per block: 32, or 16 without mins.
-    const BLOCK: usize;
     /// Bytes of a block of [`LANES`] features.
     const BYTES: usize;
     /// Whether weights have a min beside the scale.
@@ -35,10 +33,9 @@ pub(crate) trait Format {
 }
 
 /// Quants of one kind with scales of one kind.
-pub(crate) struct Packed<Q, C, const BLOCK: usize>(PhantomData<(Q, C)>);
+pub(crate) struct Packed<Q, C>(PhantomData<(Q, C)>);
 
-impl<Q: Quants, C: Scales, const BLOCK: usize> Format for Packed<Q, C, BLOCK> {
-    const BLOCK: usize = BLOCK;
+impl<Q: Quants, C: Scales> Format for Packed<Q, C> {
     const BYTES: usize = Q::BYTES * BLOCK + C::BYTES;
     const MIN: bool = C::MIN;
     type Group<S: Simd> = Q::Group<S>;
@@ -196,19 +193,6 @@ impl Scales for HalfScaleMin {
     }
 }
 
-/// An f32 scale.
-pub(crate) struct SingleScale;
-
-impl Scales for SingleScale {
-    const BYTES: usize = 64;
-    const MIN: bool = false;
-
-    #[inline(always)]
-    fn load<S: Simd>(simd: S, bytes: &[u8]) -> (S::V, S::V) {
-        (load_f32(simd, fixed(bytes, 0)), simd.splat(0.0))
-    }
-}
-
 /// An f32 scale and the min of centred quants.
 pub(crate) struct SingleScaleMin;
 
@@ -219,5 +203,38 @@ impl Scales for SingleScaleMin {
     #[inline(always)]
     fn load<S: Simd>(simd: S, bytes: &[u8]) -> (S::V, S::V) {
         (load_f32(simd, fixed(bytes, 0)), load_f32(simd, fixed(bytes, 64)))
+    }
+}
+
+/// Bytes with one f32 scale per 16 values (Q6_K), which are scaled one by one: the partial sum is of weights, not of quants.
+pub(crate) struct FineBytes;
+
+impl FineBytes {
+    pub(crate) const SCALES: usize = BLOCK * LANES;
+}
+
+impl Format for FineBytes {
+    const BYTES: usize = Self::SCALES + BLOCK / 16 * 64;
+    const MIN: bool = false;
+    type Group<S: Simd> = [S::V; 8];
+
+    #[inline(always)]
+    fn group<S: Simd>(simd: S, block: &[u8], index: usize) -> [S::V; 8] {
+        let scale = load_f32(simd, fixed(block, Self::SCALES + index / 2 * 64));
+        let mut group = Bytes::group(simd, &block[index * 8 * Bytes::BYTES..][..8 * Bytes::BYTES]);
+        for value in &mut group {
+            *value = simd.mul(scale, *value);
+        }
+        group
+    }
+
+    #[inline(always)]
+    fn value<S: Simd>(_: S, group: [S::V; 8], index: usize) -> S::V {
+        group[index]
+    }
+
+    #[inline(always)]
+    fn scales<S: Simd>(simd: S, _: &[u8]) -> (S::V, S::V) {
+        Unscaled::load(simd, &[])
     }
 }

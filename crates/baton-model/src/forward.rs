@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use crate::kernels::activations::Activations;
-use crate::kernels::attention::{Attend, Context};
-use crate::kernels::multiply::{Multiply, tile_heights};
+use crate::kernels::attention::{Context, attend};
+use crate::kernels::multiply::{Heights, Multiply};
 use crate::kernels::pointwise::{add, rms_norm, rms_norm_in_place, rotate, silu_gate};
 use crate::kv::KvCache;
 use crate::matrix::Matrix;
@@ -103,7 +103,7 @@ impl Forward<'_> {
             let queries = &query[token * width..][columns.clone()];
             // SAFETY: each part is one token and one KV head, whose columns no other part has.
             let output = unsafe { output.part(token, columns) };
-            self.machine.run(Attend { context, queries, output });
+            attend(self.machine, context, queries, output);
         });
     }
 
@@ -128,7 +128,7 @@ impl Forward<'_> {
 
     fn pack_rows(self, rows: &[f32], columns: usize, norm: Option<(&[f32], f32)>, input: &mut Activations) {
         let count = rows.len() / columns;
-        input.resize(count, columns, tile_heights(self.machine.registers(), count));
+        input.resize(count, columns, self.machine.run(Heights { rows: count }));
         self.machine.run(Pack { rows, columns, norm, input });
     }
 

@@ -1,24 +1,26 @@
 use baton_gguf::TensorKind;
 use half::f16;
 
-use crate::format::{self, Brain, Bytes, CENTRE, Format, Half, HalfScale, HalfScaleMin, Nibbles, Packed, Single, Unscaled};
+use crate::format::{
+    BLOCK, Brain, Bytes, CENTRE, FineBytes, Format, Half, HalfScale, HalfScaleMin, Nibbles, Packed, Single, SingleScaleMin, Unscaled,
+};
 use crate::quant::{self, Decoded};
 use crate::simd::LANES;
 
 /// F32 as in the file.
-pub(crate) type F32 = Packed<Single, Unscaled, 32>;
-pub(crate) type F16 = Packed<Half, Unscaled, 32>;
-pub(crate) type BF16 = Packed<Brain, Unscaled, 32>;
+pub(crate) type F32 = Packed<Single, Unscaled>;
+pub(crate) type F16 = Packed<Half, Unscaled>;
+pub(crate) type BF16 = Packed<Brain, Unscaled>;
 /// Q4_0.
-pub(crate) type I4 = Packed<Nibbles, HalfScale, 32>;
+pub(crate) type I4 = Packed<Nibbles, HalfScale>;
 /// Q4_1.
-pub(crate) type I4Min = Packed<Nibbles, HalfScaleMin, 32>;
+pub(crate) type I4Min = Packed<Nibbles, HalfScaleMin>;
 /// Q4_K: products of two scales need more than a half float.
-pub(crate) type I4Fine = Packed<Nibbles, format::SingleScaleMin, 32>;
+pub(crate) type I4Fine = Packed<Nibbles, SingleScaleMin>;
 /// Q8_0, and Q5_0 widened.
-pub(crate) type I8 = Packed<Bytes, HalfScale, 32>;
+pub(crate) type I8 = Packed<Bytes, HalfScale>;
 /// Q6_K widened.
-pub(crate) type I8Fine = Packed<Bytes, format::SingleScale, 16>;
+pub(crate) type I8Fine = FineBytes;
 
 /// Calls `$body` with `$format` naming the packed form of tensors of `$kind`.
 macro_rules! with_format {
@@ -82,7 +84,7 @@ impl Matrix {
     pub(crate) fn pack(kind: TensorKind, rows: usize, columns: usize, bytes: &[u8], order: impl Fn(usize) -> usize) -> Self {
         assert!(columns.is_multiple_of(32) && columns.is_multiple_of(kind.block_len()), "columns were checked when the tensor was found");
         let row_bytes = columns / kind.block_len() * kind.block_bytes();
-        let panel_bytes = with_format!(kind, F => columns / F::BLOCK * F::BYTES).next_multiple_of(64);
+        let panel_bytes = with_format!(kind, F => columns / BLOCK * F::BYTES).next_multiple_of(64);
         let panels = rows.div_ceil(LANES);
         let mut matrix = Self { kind, rows, columns, panel_bytes, lines: vec![Line([0; 64]); panels * panel_bytes / 64] };
         for row in 0..rows {
@@ -130,8 +132,9 @@ impl Matrix {
 
 /// Writes one row of the file into one lane of a panel.
 fn pack_row<F: Format>(kind: TensorKind, row: &[u8], lane: usize, panel: &mut [u8]) {
-    for (index, block) in panel.chunks_exact_mut(F::BYTES).take(row.len() / kind.block_bytes() * kind.block_len() / F::BLOCK).enumerate() {
-        let raw = &row[index * F::BLOCK / kind.block_len() * kind.block_bytes()..];
+    let blocks = row.len() / kind.block_bytes() * kind.block_len() / BLOCK;
+    for (index, block) in panel.chunks_exact_mut(F::BYTES).take(blocks).enumerate() {
+        let raw = &row[index * BLOCK / kind.block_len() * kind.block_bytes()..];
         match kind {
             TensorKind::F32 => pack_floats::<4>(raw, lane, block),
             TensorKind::F16 | TensorKind::BF16 => pack_floats::<2>(raw, lane, block),
@@ -155,9 +158,11 @@ fn pack_row<F: Format>(kind: TensorKind, row: &[u8], lane: usize, panel: &mut [u
             TensorKind::Q5_0 => pack_bytes_half(&quant::q5_0(raw), lane, block),
             TensorKind::Q8_0 => pack_bytes_half(&quant::q8_0(raw), lane, block),
             TensorKind::Q6_K => {
-                let decoded = quant::q6_k(raw, index % 16);
-                pack_bytes(&decoded.q, lane, block);
-                pack_single(decoded.scale, lane, &mut block[256..]);
+                for half in 0..2 {
+                    let decoded = quant::q6_k(raw, index % 8 * 2 + half);
+                    pack_bytes(&decoded.q, lane, &mut block[half * 16 * LANES..]);
+                    pack_single(decoded.scale, lane, &mut block[FineBytes::SCALES + half * 64..]);
+                }
             }
         }
     }

@@ -117,17 +117,6 @@ impl Machine {
         }
     }
 
-    /// Vectors that the register file holds.
-    pub(crate) fn registers(self) -> usize {
-        match self {
-            Self::Portable(_) => Portable::REGISTERS,
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx2(_) => Avx2::REGISTERS,
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512(_) => Avx512::REGISTERS,
-        }
-    }
-
     pub(crate) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         match self {
             Self::Portable(simd) => simd.dispatch(kernel),

@@ -1,4 +1,4 @@
-use crate::format::SUM_BLOCK;
+use crate::format::BLOCK;
 use crate::simd::Simd;
 
 /// Rows of inputs to a product, cut into tiles of some rows side by side: `[tile][k][row]`, so that a kernel walks one pointer.
@@ -10,7 +10,7 @@ pub(crate) struct Activations {
     columns: usize,
     tiles: Vec<Tile>,
     data: Vec<f32>,
-    /// Sums over [`SUM_BLOCK`] values of k, `[tile][k / SUM_BLOCK][row]`.
+    /// Sums over [`BLOCK`] values of k, `[tile][k / BLOCK][row]`.
     sums: Vec<f32>,
 }
 
@@ -45,7 +45,7 @@ impl Activations {
         self.data.clear();
         self.data.resize(start * columns, 0.0);
         self.sums.clear();
-        self.sums.resize(start * columns / SUM_BLOCK, 0.0);
+        self.sums.resize(start * columns / BLOCK, 0.0);
     }
 
     pub(crate) fn rows(&self) -> usize {
@@ -66,10 +66,10 @@ impl Activations {
         self.data[tile.start * self.columns..][..R * self.columns].as_chunks().0
     }
 
-    /// Sums `[k / SUM_BLOCK][row]` of a tile.
+    /// Sums `[k / BLOCK][row]` of a tile.
     #[inline(always)]
     pub(crate) fn sums<const R: usize>(&self, tile: Tile) -> &[[f32; R]] {
-        let columns = self.columns / SUM_BLOCK;
+        let columns = self.columns / BLOCK;
         self.sums[tile.start * columns..][..R * columns].as_chunks().0
     }
 
@@ -79,11 +79,11 @@ impl Activations {
         let tile = self.tiles[row / tallest];
         let (offset, height) = (row - tile.first, tile.height);
         let data = &mut self.data[tile.start * self.columns..][..height * self.columns];
-        let sums = &mut self.sums[tile.start * self.columns / SUM_BLOCK..][..height * self.columns / SUM_BLOCK];
+        let sums = &mut self.sums[tile.start * self.columns / BLOCK..][..height * self.columns / BLOCK];
         for (to, &from) in data.chunks_exact_mut(height).zip(values) {
             to[offset] = from;
         }
-        for (to, block) in sums.chunks_exact_mut(height).zip(values.as_chunks::<SUM_BLOCK>().0) {
+        for (to, block) in sums.chunks_exact_mut(height).zip(values.as_chunks::<BLOCK>().0) {
             to[offset] = block_sum(simd, block);
         }
     }
@@ -91,7 +91,7 @@ impl Activations {
 
 /// Sum of a block: first and second half by lanes, then the lanes as [`sum_lanes`] does.
 #[inline(always)]
-fn block_sum<S: Simd>(simd: S, block: &[f32; SUM_BLOCK]) -> f32 {
+fn block_sum<S: Simd>(simd: S, block: &[f32; BLOCK]) -> f32 {
     let halves = block.as_chunks().0;
     sum_lanes(simd, simd.add(simd.load(&halves[0]), simd.load(&halves[1])))
 }

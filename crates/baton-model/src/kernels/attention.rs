@@ -9,19 +9,10 @@ use std::cell::RefCell;
 use crate::kernels::activations::sum_lanes;
 use crate::kernels::pointwise::exp;
 use crate::kv::KvLayout;
-use crate::simd::{Kernel, LANES, Lanes, Simd};
+use crate::simd::{Kernel, LANES, Lanes, Machine, Simd};
 
 /// Query heads computed side by side at most.
 const MAX_HEADS: usize = 4;
-
-/// One token and one KV head with the query heads that share it.
-pub(crate) struct Attend<'a> {
-    pub(crate) context: Context<'a>,
-    /// `[query head][dimension]`.
-    pub(crate) queries: &'a [f32],
-    /// As `queries`.
-    pub(crate) output: &'a mut [f32],
-}
 
 /// What is attended to.
 #[derive(Clone, Copy)]
@@ -44,31 +35,47 @@ thread_local! {
     static SCORES: RefCell<Vec<Lanes>> = const { RefCell::new(Vec::new()) };
 }
 
-impl Kernel for Attend<'_> {
+/// Writes the attention of one token and one KV head to `output`; see [`Attend`] for the shapes.
+pub(crate) fn attend(machine: Machine, context: Context<'_>, queries: &[f32], output: &mut [f32]) {
+    let dim = context.layout.head_dim;
+    // One more vector than the positions need, as the last group of a block is stored whole.
+    let stride = context.positions.div_ceil(LANES) + 1;
+    SCORES.with_borrow_mut(|scores| {
+        scores.resize(scores.len().max(MAX_HEADS * stride), [0.0; LANES]);
+        for (queries, output) in queries.chunks(MAX_HEADS * dim).zip(output.chunks_mut(MAX_HEADS * dim)) {
+            let scores = &mut scores[..queries.len() / dim * stride];
+            match queries.len() / dim {
+                1 => machine.run(Attend::<1> { context, queries, output, scores }),
+                2 => machine.run(Attend::<2> { context, queries, output, scores }),
+                3 => machine.run(Attend::<3> { context, queries, output, scores }),
+                _ => machine.run(Attend::<MAX_HEADS> { context, queries, output, scores }),
+            }
+        }
+    });
+}
+
+/// One token and `R` query heads of one KV head.
+struct Attend<'a, const R: usize> {
+    context: Context<'a>,
+    /// `[query head][dimension]`.
+    queries: &'a [f32],
+    /// As `queries`.
+    output: &'a mut [f32],
+    /// `[query head][position]`, with one vector more than the positions need.
+    scores: &'a mut [Lanes],
+}
+
+impl<const R: usize> Kernel for Attend<'_, R> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let dim = self.context.layout.head_dim;
-        // One more vector than the positions need, as the last group of a block is stored whole.
-        let stride = self.context.positions.div_ceil(LANES) + 1;
-        SCORES.with_borrow_mut(|scores| {
-            scores.resize(scores.len().max(MAX_HEADS * stride), [0.0; LANES]);
-            let heads = self.queries.chunks(MAX_HEADS * dim).zip(self.output.chunks_mut(MAX_HEADS * dim));
-            for (queries, output) in heads {
-                match queries.len() / dim {
-                    1 => attend::<S, 1>(simd, self.context, queries, output, &mut scores[..stride]),
-                    2 => attend::<S, 2>(simd, self.context, queries, output, &mut scores[..2 * stride]),
-                    3 => attend::<S, 3>(simd, self.context, queries, output, &mut scores[..3 * stride]),
-                    _ => attend::<S, MAX_HEADS>(simd, self.context, queries, output, &mut scores[..MAX_HEADS * stride]),
-                }
-            }
-        });
+        attend_heads::<S, R>(simd, self.context, self.queries, self.output, self.scores);
     }
 }
 
 #[inline(always)]
-fn attend<S: Simd, const R: usize>(simd: S, context: Context<'_>, queries: &[f32], output: &mut [f32], scores: &mut [Lanes]) {
+fn attend_heads<S: Simd, const R: usize>(simd: S, context: Context<'_>, queries: &[f32], output: &mut [f32], scores: &mut [Lanes]) {
     let stride = scores.len() / R;
     if S::REGISTERS >= 32 {
         score::<S, R, 2>(simd, context, queries, scores);

@@ -7,25 +7,57 @@ use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use crate::format::{Format, SUM_BLOCK};
+use baton_gguf::TensorKind;
+
+use crate::format::{BLOCK, Format};
 use crate::kernels::activations::{Activations, Tile};
-use crate::matrix::{Matrix, with_format};
+use crate::matrix::{I4, I4Fine, I4Min, I8, Matrix, with_format};
 use crate::pool::SharedRows;
 use crate::simd::{Kernel, LANES, Lanes, Simd};
 
-/// Heights of tiles for few and for many rows, by the size of the register file.
-pub(crate) fn tile_heights(registers: usize, rows: usize) -> &'static [usize] {
-    match (registers, rows) {
-        (32.., ..=8) => &[1, 2, 4, 8],
-        (32.., _) => &[4, 8, 12],
-        (_, ..=4) => &[1, 2, 4],
-        (_, _) => &[2, 4, 6],
+/// Heights of tiles that a machine has kernels for, ascending: those that read packed weights, and those that read a slab.
+///
+/// Instances cost compile time, so a path has few, and the portable one has none for packed weights.
+const fn heights<S: Simd>(direct: bool) -> &'static [usize] {
+    match (S::REGISTERS, direct) {
+        (32, true) => &[1, 4, 8],
+        (32, false) => &[1, 4, 8, 12],
+        (8, true) => &[1, 4],
+        (8, false) => &[1, 4, 6],
+        _ => &[1, 4],
     }
 }
 
-/// Whether activations packed by [`tile_heights`] are for the kernels that read packed weights directly.
-fn is_direct(registers: usize, rows: usize) -> bool {
-    rows <= if registers >= 32 { 8 } else { 4 }
+/// Rows at most for which packed weights are read directly: beyond, turning them into floats once is cheaper.
+const fn direct_rows<S: Simd>() -> usize {
+    match S::REGISTERS {
+        32 => 8,
+        8 => 4,
+        _ => 0,
+    }
+}
+
+/// Formats that have kernels reading them directly: those worth their compile time in the decoding of few rows.
+fn is_direct<S: Simd>(kind: TensorKind, rows: usize) -> bool {
+    let common = match kind {
+        TensorKind::Q4_0 | TensorKind::Q4_1 | TensorKind::Q4_K | TensorKind::Q5_0 | TensorKind::Q8_0 => true,
+        TensorKind::F32 | TensorKind::F16 | TensorKind::BF16 | TensorKind::Q6_K => false,
+    };
+    common && rows <= direct_rows::<S>()
+}
+
+/// Heights of the tiles in which `rows` are to be packed for any product.
+pub(crate) struct Heights {
+    pub(crate) rows: usize,
+}
+
+impl Kernel for Heights {
+    type Output = &'static [usize];
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) -> &'static [usize] {
+        heights::<S>(self.rows <= direct_rows::<S>())
+    }
 }
 
 /// `output[row][n] = sum over k of input[row][k] * weights[n][k]` for the features of some panels.
@@ -43,13 +75,18 @@ impl Kernel for Multiply<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         debug_assert_eq!(self.input.columns(), self.weights.columns());
-        with_format!(self.weights.kind(), F => {
-            if is_direct(S::REGISTERS, self.input.rows()) {
-                self.direct::<S, F>(simd);
-            } else {
-                SLAB.with_borrow_mut(|slab| self.widened::<S, F>(simd, slab));
+        let kind = self.weights.kind();
+        if is_direct::<S>(kind, self.input.rows()) {
+            match kind {
+                TensorKind::Q4_0 => self.direct::<S, I4>(simd),
+                TensorKind::Q4_1 => self.direct::<S, I4Min>(simd),
+                TensorKind::Q4_K => self.direct::<S, I4Fine>(simd),
+                TensorKind::Q5_0 | TensorKind::Q8_0 => self.direct::<S, I8>(simd),
+                TensorKind::F32 | TensorKind::F16 | TensorKind::BF16 | TensorKind::Q6_K => unreachable!("{kind} has no direct kernel"),
             }
-        });
+        } else {
+            SLAB.with_borrow_mut(|slab| self.widened(simd, slab));
+        }
     }
 }
 
@@ -58,51 +95,45 @@ impl Multiply<'_> {
     #[inline(always)]
     fn direct<S: Simd, F: Format>(&self, simd: S) {
         let Some(&tile) = self.input.tiles().first() else { return };
-        match (S::REGISTERS >= 32, tile.height) {
-            (true, 1) => simd.dispatch(Direct::<F, 1, 4>::new(self, tile)),
-            (true, 2) => simd.dispatch(Direct::<F, 2, 4>::new(self, tile)),
-            (true, 4) => simd.dispatch(Direct::<F, 4, 2>::new(self, tile)),
-            (true, 8) => simd.dispatch(Direct::<F, 8, 2>::new(self, tile)),
-            (false, 1) => simd.dispatch(Direct::<F, 1, 2>::new(self, tile)),
-            (false, 2) => simd.dispatch(Direct::<F, 2, 2>::new(self, tile)),
-            (false, 4) => simd.dispatch(Direct::<F, 4, 1>::new(self, tile)),
+        match (S::REGISTERS, tile.height) {
+            (32, 1) => simd.dispatch(Direct::<F, 1, 4>::new(self, tile)),
+            (32, 4) => simd.dispatch(Direct::<F, 4, 2>::new(self, tile)),
+            (32, 8) => simd.dispatch(Direct::<F, 8, 2>::new(self, tile)),
+            (8, 1) => simd.dispatch(Direct::<F, 1, 2>::new(self, tile)),
+            (8, 4) => simd.dispatch(Direct::<F, 4, 1>::new(self, tile)),
             (_, height) => unreachable!("no kernel has {height} rows"),
         }
     }
 
     #[inline(always)]
-    fn widened<S: Simd, F: Format>(&self, simd: S, slab: &mut Slab) {
-        let mut panel = self.panels.start;
-        while panel < self.panels.end {
-            let wide = S::REGISTERS >= 32 && panel + 2 <= self.panels.end;
-            let count = if wide { 2 } else { 1 };
-            simd.dispatch(Widen::<F>::new(slab, self.weights, panel..panel + count));
+    fn widened<S: Simd>(&self, simd: S, slab: &mut Slab) {
+        let step = if S::REGISTERS == 32 { 2 } else { 1 };
+        for panel in self.panels.clone().step_by(step) {
+            for p in 0..step {
+                // Past the end the last panel is computed again and dropped.
+                let bytes = self.weights.panel((panel + p).min(self.panels.end - 1));
+                with_format!(self.weights.kind(), F => simd.dispatch(Widen::<F> { slab, part: p, of: step, blocks: self.weights.columns() / BLOCK, bytes, format: PhantomData }));
+            }
             for &tile in self.input.tiles() {
-                match (wide, tile.height) {
-                    (true, 4) => self.from_slab::<S, F, 4, 2>(simd, slab, tile, panel),
-                    (true, 8) => self.from_slab::<S, F, 8, 2>(simd, slab, tile, panel),
-                    (true, 12) => self.from_slab::<S, F, 12, 2>(simd, slab, tile, panel),
-                    (false, 2) => self.from_slab::<S, F, 2, 1>(simd, slab, tile, panel),
-                    (false, 4) => self.from_slab::<S, F, 4, 1>(simd, slab, tile, panel),
-                    (false, 6) => self.from_slab::<S, F, 6, 1>(simd, slab, tile, panel),
-                    (false, 8) => self.from_slab::<S, F, 8, 1>(simd, slab, tile, panel),
-                    (false, 12) => self.from_slab::<S, F, 12, 1>(simd, slab, tile, panel),
+                match (S::REGISTERS, tile.height) {
+                    (32, 1) => self.from_slab::<S, 1, 2>(simd, slab, tile, panel),
+                    (32, 4) => self.from_slab::<S, 4, 2>(simd, slab, tile, panel),
+                    (32, 8) => self.from_slab::<S, 8, 2>(simd, slab, tile, panel),
+                    (32, 12) => self.from_slab::<S, 12, 2>(simd, slab, tile, panel),
+                    (8 | 16, 1) => self.from_slab::<S, 1, 1>(simd, slab, tile, panel),
+                    (8 | 16, 4) => self.from_slab::<S, 4, 1>(simd, slab, tile, panel),
+                    (8, 6) => self.from_slab::<S, 6, 1>(simd, slab, tile, panel),
                     (_, height) => unreachable!("no kernel has {height} rows"),
                 }
             }
-            panel += count;
         }
     }
 
     #[inline(always)]
-    fn from_slab<S: Simd, F: Format, const R: usize, const P: usize>(&self, simd: S, slab: &Slab, tile: Tile, panel: usize) {
+    fn from_slab<S: Simd, const R: usize, const P: usize>(&self, simd: S, slab: &Slab, tile: Tile, panel: usize) {
         let mut out = [[[0.0; LANES]; P]; R];
         let (values, sums) = (self.input.values::<R>(tile), self.input.sums::<R>(tile));
-        if F::BLOCK == SUM_BLOCK {
-            simd.dispatch(FromSlab::<SUM_BLOCK, R, P> { slab, values, sums, mins: F::MIN, out: &mut out });
-        } else {
-            simd.dispatch(FromSlab::<16, R, P> { slab, values, sums, mins: F::MIN, out: &mut out });
-        }
+        simd.dispatch(FromSlab::<R, P> { slab, values, sums, out: &mut out });
         self.write(tile, panel, &out);
     }
 
@@ -165,7 +196,7 @@ fn packed_product<S: Simd, F: Format, const R: usize, const P: usize>(
 ) {
     let zero = simd.splat(0.0);
     let mut totals = [[zero; P]; R];
-    for (index, values) in values.chunks_exact(F::BLOCK).enumerate() {
+    for (index, values) in values.as_chunks::<BLOCK>().0.iter().enumerate() {
         let mut blocks = [panels[0]; P];
         for p in 0..P {
             blocks[p] = &panels[p][index * F::BYTES..][..F::BYTES];
@@ -178,7 +209,7 @@ fn packed_product<S: Simd, F: Format, const R: usize, const P: usize>(
             let (scale, min) = F::scales(simd, blocks[p]);
             for r in 0..R {
                 if F::MIN {
-                    let sum = sums[index * F::BLOCK / SUM_BLOCK][r];
+                    let sum = sums[index][r];
                     totals[r][p] = simd.fma(min, simd.splat(sum), totals[r][p]);
                 }
                 totals[r][p] = simd.fma(scale, partial[r][p], totals[r][p]);
@@ -235,26 +266,26 @@ struct Slab {
     /// `[panel][block]`.
     scales: Vec<Lanes>,
     mins: Vec<Lanes>,
+    /// Whether mins are not all zero.
+    min: bool,
 }
 
 impl Slab {
     const fn new() -> Self {
-        Self { values: Vec::new(), scales: Vec::new(), mins: Vec::new() }
+        Self { values: Vec::new(), scales: Vec::new(), mins: Vec::new(), min: false }
     }
 }
 
-/// Fills a slab with some panels.
+/// Fills one part of a slab with one panel.
 struct Widen<'a, F> {
     slab: &'a mut Slab,
-    weights: &'a Matrix,
-    panels: Range<usize>,
+    part: usize,
+    /// Parts that the slab has.
+    of: usize,
+    /// Blocks of a panel.
+    blocks: usize,
+    bytes: &'a [u8],
     format: PhantomData<F>,
-}
-
-impl<'a, F> Widen<'a, F> {
-    fn new(slab: &'a mut Slab, weights: &'a Matrix, panels: Range<usize>) -> Self {
-        Self { slab, weights, panels, format: PhantomData }
-    }
 }
 
 impl<F: Format> Kernel for Widen<'_, F> {
@@ -262,48 +293,45 @@ impl<F: Format> Kernel for Widen<'_, F> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let (columns, blocks) = (self.weights.columns(), self.weights.columns() / F::BLOCK);
-        self.slab.values.resize(self.panels.len() * columns, [0.0; LANES]);
-        self.slab.scales.resize(self.panels.len() * blocks, [0.0; LANES]);
-        self.slab.mins.resize(self.panels.len() * blocks, [0.0; LANES]);
-        for (p, panel) in self.panels.enumerate() {
-            let values = &mut self.slab.values[p * columns..][..columns];
-            let bytes = self.weights.panel(panel);
-            for (index, values) in values.chunks_exact_mut(F::BLOCK).enumerate() {
-                let block = &bytes[index * F::BYTES..][..F::BYTES];
-                for (group, values) in values.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-                    let loaded = F::group(simd, block, group);
-                    for (k, value) in values.iter_mut().enumerate() {
-                        simd.store(F::value(simd, loaded, k), value);
-                    }
+        let Self { slab, part, of, blocks, bytes, .. } = self;
+        slab.values.resize(of * blocks * BLOCK, [0.0; LANES]);
+        slab.scales.resize(of * blocks, [0.0; LANES]);
+        slab.mins.resize(of * blocks, [0.0; LANES]);
+        slab.min = F::MIN;
+        let values = &mut slab.values[part * blocks * BLOCK..][..blocks * BLOCK];
+        for (index, values) in values.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
+            let block = &bytes[index * F::BYTES..][..F::BYTES];
+            for (group, values) in values.as_chunks_mut::<8>().0.iter_mut().enumerate() {
+                let loaded = F::group(simd, block, group);
+                for (k, value) in values.iter_mut().enumerate() {
+                    simd.store(F::value(simd, loaded, k), value);
                 }
-                let (scale, min) = F::scales(simd, block);
-                simd.store(scale, &mut self.slab.scales[p * blocks + index]);
-                simd.store(min, &mut self.slab.mins[p * blocks + index]);
             }
+            let (scale, min) = F::scales(simd, block);
+            simd.store(scale, &mut slab.scales[part * blocks + index]);
+            simd.store(min, &mut slab.mins[part * blocks + index]);
         }
     }
 }
 
-/// Products of `R` rows and the `P` panels of a slab, whose blocks are `BLOCK` long; `out` is zero before.
-struct FromSlab<'a, const BLOCK: usize, const R: usize, const P: usize> {
+/// Products of `R` rows and the `P` panels of a slab; `out` is zero before.
+struct FromSlab<'a, const R: usize, const P: usize> {
     slab: &'a Slab,
     values: &'a [[f32; R]],
     sums: &'a [[f32; R]],
-    mins: bool,
     out: &'a mut [[Lanes; P]; R],
 }
 
-impl<const BLOCK: usize, const R: usize, const P: usize> Kernel for FromSlab<'_, BLOCK, R, P> {
+impl<const R: usize, const P: usize> Kernel for FromSlab<'_, R, P> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         let (columns, blocks) = (self.slab.values.len() / P, self.slab.scales.len() / P);
         for (index, values) in self.values.as_chunks::<BLOCK>().0.iter().enumerate() {
-            let mut weights: [&[Lanes; BLOCK]; P] = [&[[0.0; LANES]; BLOCK]; P];
+            let mut weights: [&[Lanes]; P] = [&[]; P];
             for p in 0..P {
-                weights[p] = self.slab.values[p * columns + index * BLOCK..].first_chunk().expect("the slab holds all blocks");
+                weights[p] = &self.slab.values[p * columns + index * BLOCK..][..BLOCK];
             }
             let partial = block_product(simd, values, &weights);
             for p in 0..P {
@@ -311,9 +339,8 @@ impl<const BLOCK: usize, const R: usize, const P: usize> Kernel for FromSlab<'_,
                 let min = simd.load(&self.slab.mins[p * blocks + index]);
                 for r in 0..R {
                     let mut total = simd.load(&self.out[r][p]);
-                    if self.mins {
-                        let sum = self.sums[index * BLOCK / SUM_BLOCK][r];
-                        total = simd.fma(min, simd.splat(sum), total);
+                    if self.slab.min {
+                        total = simd.fma(min, simd.splat(self.sums[index][r]), total);
                     }
                     simd.store(simd.fma(scale, partial[r][p], total), &mut self.out[r][p]);
                 }
@@ -324,19 +351,15 @@ impl<const BLOCK: usize, const R: usize, const P: usize> Kernel for FromSlab<'_,
 
 /// Sums over one block of floats, each a chain in the order of k.
 #[inline(always)]
-fn block_product<S: Simd, const BLOCK: usize, const R: usize, const P: usize>(
-    simd: S,
-    values: &[[f32; R]; BLOCK],
-    weights: &[&[Lanes; BLOCK]; P],
-) -> [[S::V; P]; R] {
+fn block_product<S: Simd, const R: usize, const P: usize>(simd: S, values: &[[f32; R]; BLOCK], weights: &[&[Lanes]; P]) -> [[S::V; P]; R] {
     let mut partial = [[simd.splat(0.0); P]; R];
-    for k in 0..BLOCK {
+    for (k, a) in values.iter().enumerate() {
         let mut w = [simd.splat(0.0); P];
         for p in 0..P {
             w[p] = simd.load(&weights[p][k]);
         }
         for r in 0..R {
-            let a = simd.splat(values[k][r]);
+            let a = simd.splat(a[r]);
             for p in 0..P {
                 partial[r][p] = simd.fma(a, w[p], partial[r][p]);
             }
