@@ -1,4 +1,4 @@
-//! Engine steps per second with an executor that computes nothing: what a simulation of one replica costs.
+//! Engine steps per second with an executor that computes nothing: what a simulation of one replica costs. And draws per second.
 //!
 //! `cargo bench -p baton-engine`
 
@@ -8,7 +8,9 @@
 use std::time::Instant;
 
 use baton_cost::{Device, ModelShape, StepCoefficients};
-use baton_engine::{Engine, EngineConfig, NewRequest, SamplingOptions, SamplingParams, Timed, TokenBudget, TokenSource};
+use baton_engine::{
+    Engine, EngineConfig, NewRequest, SampleRequest, SamplingOptions, SamplingParams, Timed, TokenBudget, TokenSource, sample,
+};
 use baton_units::{Blocks, RequestId, Time, Tokens};
 
 fn main() {
@@ -17,6 +19,32 @@ fn main() {
     run("agent: 20 sessions of 10 steps, 2,000 + 300 tokens, 64 out", reference, 20, 10, 2_000, 300, 64);
     run("chat: 200 sessions of 1 step, 300 tokens, 200 out", reference, 200, 1, 300, 0, 200);
     run("long: 4 sessions of 4 steps, 100,000 + 1,000 tokens, 100 out", reference, 4, 4, 100_000, 1_000, 100);
+    draw("greedy", SamplingOptions { temperature: 0.0, ..SamplingOptions::default() });
+    draw("temperature 1", SamplingOptions::default());
+    draw("temperature 1, top-p 0.95", SamplingOptions { top_p: 0.95, ..SamplingOptions::default() });
+    draw("temperature 1, top-k 40", SamplingOptions { top_k: 40, ..SamplingOptions::default() });
+    draw("greedy with 5 log-probabilities", SamplingOptions { temperature: 0.0, logprobs: Some(5), ..SamplingOptions::default() });
+}
+
+fn draw(name: &str, options: SamplingOptions) {
+    let params = SamplingParams::new(options).expect("valid options");
+    let logits: Vec<f32> = (0..49_152u32).map(|token| (token.wrapping_mul(2_654_435_761) >> 16) as f32 / 6_553.6).collect();
+    let start = Instant::now();
+    let mut checksum = 0;
+    for output_index in 0..1_000 {
+        let request = SampleRequest {
+            params: &params,
+            seed: 1,
+            prompt_index: 0,
+            choice_index: 0,
+            output_index,
+            prompt: &[],
+            output: &[],
+            suppressed: &[],
+        };
+        checksum ^= sample(&mut logits.clone(), &request).token;
+    }
+    println!("{name}, 49,152 logits: {:.0} us a draw ({checksum})", start.elapsed().as_secs_f64() * 1e3);
 }
 
 fn run(name: &str, step: StepCoefficients, sessions: u64, steps: u64, first: u32, more: u32, output: u32) {

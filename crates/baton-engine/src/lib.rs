@@ -33,6 +33,7 @@ mod budget;
 mod config;
 mod engine;
 mod executor;
+mod exp;
 mod philox;
 mod request;
 mod sample;

@@ -1,13 +1,13 @@
 use std::cmp::Ordering;
 
-use crate::{SampleRequest, Sampled, SamplingParams, philox::uniform};
+use crate::{SampleRequest, Sampled, SamplingParams, exp::exp_of_negative, philox::uniform};
 
 /// Draws one token from `logits` (one per vocabulary entry, as the model gave them), which it changes in place.
 ///
 /// The order is vLLM's: log-probabilities of the raw logits, suppressed tokens, logit bias, penalties, temperature, min-p, top-k,
 /// top-p, one draw. Equal logits rank by lower token id. The result is a function of the arguments alone, to the bit: every sum
 /// runs over token ids in ascending order in one plain `f64` loop (never in vector lanes, whose width would set the rounding), and
-/// exponentials come from the `libm` crate rather than from the platform's library.
+/// exponentials and logarithms are not those of the platform's library.
 pub fn sample(logits: &mut [f32], request: &SampleRequest<'_>) -> Sampled {
     let Some(count) = request.params.logprobs else {
         return Sampled { token: choose(logits, request), logprob: None, top: Vec::new() };
@@ -35,10 +35,17 @@ struct LogSoftmax {
 
 impl LogSoftmax {
     fn of(logits: &[f32]) -> Self {
-        let max = logits[likeliest(logits) as usize];
+        let max = maximum(logits);
         let mut sum = 0.0;
-        for &logit in logits {
-            sum += libm::exp(f64::from(logit) - f64::from(max));
+        // The exponentials of a chunk in vectors, then their sum in order.
+        for chunk in logits.chunks(256) {
+            let mut weights = [0.0; 256];
+            for (weight, &logit) in weights.iter_mut().zip(chunk) {
+                *weight = exp_of_negative(f64::from(logit) - f64::from(max));
+            }
+            for weight in &weights[..chunk.len()] {
+                sum += weight;
+            }
         }
         Self { max, log_sum: libm::log(sum) }
     }
@@ -89,13 +96,20 @@ fn penalise(logits: &mut [f32], request: &SampleRequest<'_>) {
 
 /// Index of the highest logit, the lowest of equals. A NaN never wins.
 fn likeliest(logits: &[f32]) -> u32 {
-    let mut best = 0;
-    for (index, &logit) in logits.iter().enumerate() {
-        if logit > logits[best] || logits[best].is_nan() {
-            best = index;
+    let max = maximum(logits);
+    logits.iter().position(|&logit| logit == max).unwrap_or(0) as u32
+}
+
+/// The highest logit, in lanes that the compiler can put into vectors: a maximum, unlike a sum, is the same in any order.
+fn maximum(logits: &[f32]) -> f32 {
+    let (chunks, rest) = logits.as_chunks::<16>();
+    let mut lanes = [f32::NEG_INFINITY; 16];
+    for chunk in chunks {
+        for (lane, &logit) in lanes.iter_mut().zip(chunk) {
+            *lane = lane.max(logit);
         }
     }
-    best as u32
+    lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max)
 }
 
 /// The `count` highest logits' indices, highest first, the lower index first among equals.
@@ -114,27 +128,41 @@ fn ranked(logits: &[f32], count: usize) -> Vec<u32> {
 
 /// Draws by inverting the distribution function over the tokens kept, in ascending order of id.
 fn draw(logits: &[f32], params: &SamplingParams, uniform: f64) -> u32 {
-    let max = logits[likeliest(logits) as usize];
+    let max = maximum(logits);
     if !max.is_finite() {
         return likeliest(logits);
     }
-    let weight = |logit: f32| libm::exp((f64::from(logit) - f64::from(max)) / f64::from(params.temperature));
-    // A NaN logit becomes a weight of zero.
-    let weights: Vec<f64> = logits.iter().map(|&logit| weight(logit).max(0.0)).collect();
-    let kept = keep(&weights, params);
+    let (max, temperature) = (f64::from(max), f64::from(params.temperature));
+    let mut weights = vec![0.0; logits.len()];
+    for (weight, &logit) in weights.iter_mut().zip(logits.iter()) {
+        *weight = exp_of_negative((f64::from(logit) - max) / temperature);
+    }
+    if params.min_p == 0.0 && params.top_k == 0 && params.top_p == 1.0 {
+        invert(0..weights.len() as u32, &weights, uniform)
+    } else {
+        invert(keep(&weights, params).into_iter(), &weights, uniform)
+    }
+}
+
+/// The first of `tokens` at which the sum of their weights passes the share `uniform` of it.
+fn invert(tokens: impl Iterator<Item = u32> + Clone, weights: &[f64], uniform: f64) -> u32 {
     let mut total = 0.0;
-    for &token in &kept {
+    for token in tokens.clone() {
         total += weights[token as usize];
     }
     let target = uniform * total;
-    let mut reached = 0.0;
-    for &token in &kept {
-        reached += weights[token as usize];
-        if reached > target {
-            return token;
+    let (mut reached, mut last) = (0.0, 0);
+    for token in tokens {
+        let weight = weights[token as usize];
+        if weight > 0.0 {
+            (reached, last) = (reached + weight, token);
+            if reached > target {
+                return token;
+            }
         }
     }
-    *kept.last().expect("the likeliest token is always kept")
+    // The product was rounded up to the total.
+    last
 }
 
 /// Tokens that min-p, top-k and top-p leave, by ascending id. Weights are relative to the likeliest token, whose weight is 1.
@@ -162,6 +190,9 @@ fn nucleus(kept: &mut Vec<u32>, weights: &[f64], top_p: f64, likelier: impl Fn(&
     for &token in kept.iter() {
         total += weights[token as usize];
     }
+    // All tokens below this share together have less than half of the probability that may be cut, so none of them is in the set.
+    let floor = 0.5 * (1.0 - top_p) * total / kept.len() as f64;
+    kept.retain(|&token| weights[token as usize] >= floor);
     let (mut reached, mut ranked) = (0.0, 0);
     while ranked < kept.len() {
         let end = kept.len().min((4 * ranked).max(64));
@@ -206,6 +237,11 @@ mod tests {
         let greedy = params(|options| options.temperature = 0.0);
         assert_eq!(draws(&[0.0, 3.0, 1.0, 3.0], &greedy, 1), [1]);
         assert_eq!(draws(&[f32::NAN, 1.0, 2.0, 2.0], &greedy, 1), [2]);
+        assert_eq!(draws(&[f32::NAN, f32::NEG_INFINITY], &greedy, 1), [1]);
+        // Past one vector of lanes, with the equal one first in a later lane.
+        let mut long = [0.0; 100];
+        (long[37], long[48], long[99]) = (5.0, 5.0, 5.0);
+        assert_eq!(draws(&long, &greedy, 1), [37]);
     }
 
     #[test]
@@ -235,6 +271,22 @@ mod tests {
         assert_eq!(kept(|options| (options.top_k, options.top_p) = (2, 0.5)), [0]);
         // Equal weights rank by id.
         assert_eq!(keep(&[0.5, 1.0, 0.5, 0.5], &params(|options| options.top_k = 2)), [0, 1]);
+    }
+
+    #[test]
+    fn a_filter_that_keeps_all_changes_no_draw() {
+        let logits: Vec<f32> = (0..200).map(|index| (index % 11) as f32 / 3.0).collect();
+        let all = draws(&logits, &params(|_| {}), 500);
+        assert_eq!(draws(&logits, &params(|options| options.top_k = 200), 500), all);
+        assert_eq!(draws(&logits, &params(|options| options.min_p = 1e-9), 500), all);
+    }
+
+    #[test]
+    fn what_has_no_weight_is_not_drawn_at_either_end() {
+        let weights = [0.0, 1.0, 2.0, 0.0];
+        assert_eq!(invert(0..4, &weights, 0.0), 1);
+        assert_eq!(invert(0..4, &weights, 0.5), 2);
+        assert_eq!(invert(0..4, &weights, 1.0), 2);
     }
 
     #[test]
