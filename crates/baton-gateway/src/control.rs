@@ -88,6 +88,9 @@ impl Watcher {
     async fn seen(&mut self, sighting: Sighting, asked_at: Time) {
         self.unanswered = 0;
         let (life, began) = self.life(&sighting);
+        if self.is_held_off(began, asked_at) {
+            return;
+        }
         let models_due = self.models_at.is_none_or(|at| asked_at.since(at) >= MODELS_EVERY);
         if began || models_due {
             self.look_at_models(began).await;
@@ -95,6 +98,16 @@ impl Watcher {
         }
         self.tell_router(&sighting, life, began, asked_at);
         self.follow_events(life);
+    }
+
+    /// Whether its word that it is well must not count yet, after failures of requests. A new life begins without blame.
+    fn is_held_off(&self, life_began: bool, now: Time) -> bool {
+        let mut facts = self.engine.facts();
+        if life_began && facts.spec.is_none() {
+            facts.failures = 0;
+            facts.held_off_until = Time::ZERO;
+        }
+        facts.health == Health::Suspect && now < facts.held_off_until
     }
 
     /// Which life of the engine this is, and whether it has just begun (or begun again after silence).

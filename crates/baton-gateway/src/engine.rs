@@ -3,13 +3,17 @@
 use std::{
     fmt,
     str::FromStr,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
 use baton_cost::{Calibrator, Device, ModelShape, StepCoefficients};
 use baton_policy::{LoadReport, ReplicaSpec};
-use baton_units::{Incarnation, ReplicaId, Tokens};
+use baton_session::Fault;
+use baton_units::{Incarnation, ReplicaId, Time, Tokens};
 use baton_wire::{openai::ModelCard, replica::KvEventSource};
 use http::Uri;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -94,6 +98,12 @@ pub(crate) enum Health {
     Dead,
 }
 
+/// Failures in a row, without a hang, that a probe's answer makes up for.
+const FAILURES_FORGIVEN: u32 = 2;
+/// First hold-off; it doubles with each further failure.
+const HOLD_OFF: Duration = Duration::from_millis(500);
+const HOLD_OFF_MAX: Duration = Duration::from_secs(10);
+
 /// An engine of the fleet; its place is its [`ReplicaId`].
 #[derive(Debug)]
 pub(crate) struct Engine {
@@ -103,6 +113,8 @@ pub(crate) struct Engine {
     facts: Mutex<Facts>,
     /// Wakes the engine's watcher before its time.
     pub(crate) probe: Notify,
+    /// When output last came from it, for any request.
+    spoke_at: AtomicU64,
 }
 
 /// What the watcher learns and requests read.
@@ -119,6 +131,10 @@ pub(crate) struct Facts {
     pub(crate) load: Option<LoadReport>,
     pub(crate) kv_source: Option<KvEventSource>,
     pub(crate) calibrator: Calibrator,
+    /// Attempts in a row that it let fail.
+    pub(crate) failures: u32,
+    /// No answer to a probe makes it ready before.
+    pub(crate) held_off_until: Time,
     /// Relative error of the engine's own step predictions, or of the calibration here.
     pub(crate) step_error: f64,
 }
@@ -135,15 +151,44 @@ impl Engine {
             load: None,
             kv_source: None,
             calibrator: Calibrator::new(default_step()),
+            failures: 0,
+            held_off_until: Time::ZERO,
             step_error: 0.0,
         };
         let name = config.name.clone().unwrap_or_else(|| id.to_string());
-        Self { id, name, config, facts: Mutex::new(facts), probe: Notify::new() }
+        Self { id, name, config, facts: Mutex::new(facts), probe: Notify::new(), spoke_at: AtomicU64::new(0) }
     }
 
     pub(crate) fn facts(&self) -> MutexGuard<'_, Facts> {
         // A panic elsewhere leaves plain values behind, none of them half written.
         self.facts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Output came from it.
+    pub(crate) fn spoke(&self, now: Time) {
+        self.spoke_at.store(now.0, Ordering::Relaxed);
+    }
+
+    pub(crate) fn spoke_at(&self) -> Time {
+        Time(self.spoke_at.load(Ordering::Relaxed))
+    }
+
+    /// An attempt began to give tokens.
+    pub(crate) fn succeeded(&self) {
+        self.facts().failures = 0;
+    }
+
+    /// An attempt failed. The first failure is left to the next probe; who answers probes but lets one request after another fail is
+    /// held off for longer and longer. A hang costs its request much, so it counts at once.
+    pub(crate) fn failed(&self, fault: Fault, now: Time) {
+        let mut facts = self.facts();
+        facts.failures = facts.failures.saturating_add(1);
+        let hung = matches!(fault, Fault::NoFirstToken(_) | Fault::Stalled(_));
+        let forgiven = if hung { 0 } else { FAILURES_FORGIVEN };
+        let excess = facts.failures.saturating_sub(forgiven);
+        if excess > 0 {
+            facts.held_off_until = now + HOLD_OFF.saturating_mul(1 << (excess - 1).min(16)).min(HOLD_OFF_MAX);
+        }
     }
 
     pub(crate) fn url(&self) -> BaseUrl {
@@ -212,6 +257,21 @@ mod tests {
         for url in ["a:80", "/v1", "http://user:word@a", "http://"] {
             assert!(url.parse::<BaseUrl>().is_err(), "{url}");
         }
+    }
+
+    #[test]
+    fn who_fails_again_and_again_is_held_off_and_a_success_forgives() {
+        let engine = Engine::new(ReplicaId(0), EngineConfig::new("http://h:1".parse().unwrap(), crate::config::EngineKind::Vllm));
+        let until = |fault| {
+            engine.failed(fault, Time(5));
+            engine.facts().held_off_until
+        };
+        assert_eq!([until(Fault::InBand), until(Fault::InBand)], [Time::ZERO; 2]);
+        assert_eq!([until(Fault::InBand), until(Fault::InBand)], [Time(5) + HOLD_OFF, Time(5) + HOLD_OFF * 2]);
+        (0..40).for_each(|_| _ = until(Fault::InBand));
+        assert_eq!(engine.facts().held_off_until, Time(5) + HOLD_OFF_MAX);
+        engine.succeeded();
+        assert_eq!(until(Fault::Stalled(HOLD_OFF)), Time(5) + HOLD_OFF);
     }
 
     #[test]

@@ -39,6 +39,8 @@ use crate::{
 
 /// Events on their way to a client before the engine's stream is left unread.
 const EVENTS_AHEAD: usize = 16;
+/// A busy replica gets its time for a first token this often again; a request that it has lost ends then.
+const EXTENSIONS_MAX: u32 = 9;
 
 /// A request that is understood, tokenized and known to name a model of the fleet.
 pub(crate) struct Admitted {
@@ -93,6 +95,8 @@ struct Exchange {
     /// Nothing else ran on the replica when the attempt began, so its TTFT is a measurement.
     alone: bool,
     sent_at: Time,
+    /// Times that the current attempt got more time for its first token because its replica was busy.
+    extensions: u32,
     last_replica: Option<ReplicaId>,
 }
 
@@ -140,6 +144,7 @@ impl Exchange {
             end: None,
             alone: false,
             sent_at: Time::ZERO,
+            extensions: 0,
             last_replica: None,
             fleet,
             admitted,
@@ -192,7 +197,13 @@ impl Exchange {
         match wake {
             Wake::ClientGone => self.session.handle(Input::ClientGone, now),
             Wake::Closing => self.session.handle(Input::DrainDeadline, now),
-            Wake::Timeout => self.session.handle(Input::Timeout, now),
+            Wake::Timeout => {
+                if self.is_only_busy() {
+                    self.extensions += 1;
+                    self.session.handle(Input::ReplicaAlive, now);
+                }
+                self.session.handle(Input::Timeout, now);
+            }
             Wake::Sent => {
                 if self.outbox.is_empty() {
                     self.session.handle(Input::ClientReady, now);
@@ -207,6 +218,14 @@ impl Exchange {
             }
             Wake::Arrived(arrived) => self.arrived(arrived),
         }
+    }
+
+    /// The replica gave others output since this attempt began, or since it was last asked: a queue, not a hang.
+    fn is_only_busy(&self) -> bool {
+        let since = self.sent_at + self.first_token_within(self.last_replica) * self.extensions;
+        self.session.awaits_first_token()
+            && self.extensions < EXTENSIONS_MAX
+            && self.attempt.as_ref().is_some_and(|running| running.engine.spoke_at() > since)
     }
 
     // What the machine says.
@@ -257,7 +276,7 @@ impl Exchange {
                 if let Some(copy) = copy {
                     self.send_copy(copy);
                 }
-                let first_token_within = self.first_token_within();
+                let first_token_within = self.first_token_within(Some(replica));
                 self.session.handle(Input::Placed { replica, first_token_within }, now);
             }
             Verdict::Hold => {}
@@ -268,8 +287,14 @@ impl Exchange {
         }
     }
 
-    fn first_token_within(&self) -> Duration {
+    /// How long the replica may take for its first token before it is taken for hung.
+    fn first_token_within(&self, replica: Option<ReplicaId>) -> Duration {
         let front = &self.fleet.front;
+        let engine = replica.and_then(|id| self.fleet.engine(id));
+        if engine.is_none_or(|engine| self.admitted.intake.mode(engine.config.kind, front.assemble) == Mode::Whole) {
+            // The first token comes with the last: no silence is too long.
+            return front.request_timeout;
+        }
         let decision = self.fleet.peek_router(|router, _| router.decision(self.admitted.live.id));
         let predicted =
             decision.map_or(Duration::ZERO, |decision| Duration::from_ms(decision.predicted_ttft_ms * front.first_token_factor));
@@ -303,6 +328,7 @@ impl Exchange {
             router.fleet(now).iter().find(|status| status.id == owner.replica).is_some_and(|status| status.in_flight == 1)
         });
         self.sent_at = now;
+        self.extensions = 0;
         self.last_replica = Some(owner.replica);
         self.attempt = Some(Running {
             attempt: self.fleet.upstream.start(request, expect),
@@ -410,6 +436,10 @@ impl Exchange {
         if !passes {
             return Ok(());
         }
+        running.engine.spoke(now);
+        if self.first_token_at.is_none() && tokens > 0 {
+            running.engine.succeeded();
+        }
         if let Some(usage) = &chunk.usage {
             self.usage = Some(usage.clone());
         }
@@ -487,6 +517,8 @@ impl Exchange {
             return Ok(());
         }
         let engine = running.engine.clone();
+        engine.spoke(now);
+        engine.succeeded();
         self.attempt = None;
         self.usage = serde_json::from_slice::<crate::json::RawObject>(body).ok().and_then(|answer| answer.read("usage").ok().flatten());
         let tokens = self.usage.as_ref().map_or(1, |usage| usage.completion_tokens.max(1));

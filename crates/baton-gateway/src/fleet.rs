@@ -229,6 +229,7 @@ impl Fleet {
     /// A request failed there: new ones go elsewhere until a probe, which starts now, succeeds.
     pub(crate) fn suspect(&self, id: ReplicaId, fault: Fault) {
         let Some(engine) = self.engine(id) else { return };
+        engine.failed(fault, self.clock.now());
         if engine.facts().health != Health::Ready {
             return;
         }

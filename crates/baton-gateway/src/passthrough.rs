@@ -34,10 +34,15 @@ const TO_CLIENT: [HeaderName; 3] = [header::CONTENT_TYPE, header::CONTENT_LENGTH
 
 pub(crate) async fn forward(State(shared): State<Arc<Shared>>, request: Request) -> Response {
     let (head, body) = request.into_parts();
-    match pass(&shared, &head, body).await {
-        Ok(response) => response,
-        Err(refusal) => refusal.into_response(),
-    }
+    let arrived = shared.fleet.clock.now();
+    let (response, outcome) = match pass(&shared, &head, body).await {
+        Ok(response) if response.status().is_success() => (response, "finished"),
+        Ok(response) => (response, "rejected"),
+        Err(refusal) => (refusal.into_response(), "refused"),
+    };
+    let took = shared.fleet.clock.now().since(arrived);
+    shared.fleet.metrics.request_ended("passthrough", outcome, took);
+    response
 }
 
 async fn pass(shared: &Shared, head: &Parts, body: Body) -> Result<Response, Refusal> {

@@ -55,6 +55,8 @@ pub enum Input {
         epoch: Epoch,
         fault: Fault,
     },
+    /// The replica has lately answered others: without a first token yet it is busy rather than hung, and gets its time again.
+    ReplicaAlive,
     /// The client takes no more at the moment, so silence of the replica means nothing.
     ClientBlocked,
     ClientReady,
@@ -176,6 +178,11 @@ impl Session {
         Some(own.min(self.deadline))
     }
 
+    /// Whether an attempt runs that has given no token yet.
+    pub fn awaits_first_token(&self) -> bool {
+        matches!(self.phase, Phase::Starting { .. })
+    }
+
     /// Who computes the request; `None` while it is placed and once it has ended.
     pub fn owner(&self) -> Option<Owner> {
         self.register.owner()
@@ -233,6 +240,11 @@ impl Session {
                 if self.register.is_current(epoch) {
                     // The attempt is over by itself: there is nothing to stop.
                     self.lost(fault);
+                }
+            }
+            Input::ReplicaAlive => {
+                if let Phase::Starting { within, .. } = self.phase {
+                    self.phase = Phase::Starting { due: now + within, within };
                 }
             }
             Input::ClientBlocked => {

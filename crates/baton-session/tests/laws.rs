@@ -49,6 +49,7 @@ fn event() -> impl Strategy<Value = Event> {
         3 => epoch().prop_map(|epoch| Event::Input(Input::Completed { epoch })),
         1 => epoch().prop_map(|epoch| Event::Input(Input::Rejected { epoch })),
         4 => (epoch(), fault()).prop_map(|(epoch, fault)| Event::Input(Input::Failed { epoch, fault })),
+        1 => Just(Event::Input(Input::ReplicaAlive)),
         1 => Just(Event::Input(Input::ClientBlocked)),
         1 => Just(Event::Input(Input::ClientReady)),
         1 => Just(Event::Input(Input::ClientGone)),

@@ -6,6 +6,7 @@ use std::{
         Arc,
         atomic::{AtomicUsize, Ordering},
     },
+    time::Duration,
 };
 
 use crate::support::{EventReader, FakeEngine, Front, config, events, read, read_json, recorded};
@@ -155,6 +156,25 @@ async fn before_the_first_token_every_kind_of_failure_is_retried_elsewhere() {
         assert_eq!(body.matches("\"role\":\"assistant\"").count(), 1, "{failure}: {body}");
         assert!(body.contains(" Paris") && body.ends_with("data: [DONE]\n\n"), "{failure}: {body}");
     }
+}
+
+#[tokio::test]
+async fn an_engine_that_hangs_before_its_first_token_loses_the_request_to_another() {
+    let (mut a, mut b) = (FakeEngine::start().await, FakeEngine::start().await);
+    let mut config = config(&[&a, &b]);
+    config.gateway.first_token_timeout = Duration::from_millis(1);
+    config.gateway.first_token_factor = 1.0;
+    let front = Front::with(config).await;
+    let response = front.chat(ASK);
+    let (hung, other) = tokio::select! {
+        call = a.call() => (call, &mut b),
+        call = b.call() => (call, &mut a),
+    };
+    // The other may be given up as well before it has spoken, and the request with it; what counts is that it was asked.
+    let second = other.call().await;
+    hung.given_up().await;
+    second.play(&recorded(CHAT).1).await;
+    response.await.unwrap();
 }
 
 #[tokio::test]

@@ -173,7 +173,9 @@ impl Call {
     }
 
     /// Closes the connection without an answer.
-    pub(crate) fn hang_up(self) {}
+    pub(crate) fn hang_up(self) {
+        drop(self.answer);
+    }
 
     /// Waits until the gateway gives the request up.
     pub(crate) async fn given_up(mut self) {

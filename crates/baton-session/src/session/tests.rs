@@ -101,6 +101,17 @@ fn a_hang_before_the_first_token_is_stopped_and_retried() {
 }
 
 #[test]
+fn a_replica_that_answers_others_is_busy_and_not_hung() {
+    let mut session = running(CONFIG);
+    let due = Time::ZERO + WITHIN;
+    session.handle(Input::ReplicaAlive, due);
+    session.handle(Input::Timeout, due);
+    assert_eq!((drain(&mut session), session.poll_timeout()), (vec![], Some(due + WITHIN)));
+    session.handle(Input::Timeout, due + WITHIN);
+    assert_eq!(drain(&mut session)[0], Action::Stop(owner(0, 1)));
+}
+
+#[test]
 fn silence_is_not_held_against_a_replica_whose_client_does_not_read() {
     let mut session = running(CONFIG);
     session.offer(Epoch(1), 0, 0, 1, Time(1));
