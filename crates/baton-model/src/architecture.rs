@@ -2,6 +2,7 @@ use baton_cost::{Attention, ModelShape};
 
 /// What decides the arithmetic of a forward pass, besides the weights.
 #[derive(Clone, Debug, PartialEq)]
+#[allow(clippy::struct_excessive_bools)] // Independent traits of a family; each is read in one place.
 pub(crate) struct Architecture {
     pub(crate) name: String,
     pub(crate) layers: usize,

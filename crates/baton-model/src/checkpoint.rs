@@ -3,6 +3,7 @@
 mod gguf;
 mod hugging_face;
 
+use std::fmt::Display;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
@@ -150,6 +151,6 @@ fn map(path: &Path) -> Result<Mmap, ModelError> {
     unsafe { Mmap::map(&file) }.map_err(error)
 }
 
-fn config_error(path: &Path, reason: impl ToString) -> ModelError {
+fn config_error(path: &Path, reason: impl Display) -> ModelError {
     ModelError::Config { path: PathBuf::from(path), reason: reason.to_string() }
 }

@@ -6,6 +6,11 @@
 //!
 //! It schedules nothing, tokenizes nothing and runs on no accelerator; mixtures of experts and adapters are not here.
 
+// A kernel that is not inlined into the function with the instructions is compiled without them; see `simd::Kernel`.
+#![allow(clippy::inline_always)]
+// Loops over tiles index several arrays by the same small constant; iterators would hide the shape.
+#![allow(clippy::needless_range_loop)]
+
 mod architecture;
 mod checkpoint;
 mod config;
@@ -20,6 +25,8 @@ mod model;
 mod pool;
 mod quant;
 mod simd;
+#[doc(hidden)]
+pub mod testing;
 
 pub use config::{CpuConfig, KernelPath};
 pub use error::ModelError;

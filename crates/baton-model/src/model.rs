@@ -1,4 +1,5 @@
 use baton_cost::ModelShape;
+use baton_gguf::TensorKind;
 
 use crate::ModelError;
 use crate::architecture::{Architecture, Rope};
@@ -68,7 +69,7 @@ impl Model {
 
     /// Everything that decides the bits of a result. Kernel path, threads and block size are absent, as they decide none.
     pub(crate) fn numerics_id(&self) -> String {
-        let kinds = self.checkpoint.kinds().into_iter().map(|kind| kind.name()).collect::<Vec<_>>().join("+");
+        let kinds = self.checkpoint.kinds().into_iter().map(TensorKind::name).collect::<Vec<_>>().join("+");
         format!("baton-cpu/rule={REDUCTION_RULE}/model={:032x}/weights={kinds}/kv=f32/activations=f32", self.checkpoint.revision())
     }
 }

@@ -22,7 +22,6 @@ const fn heights<S: Simd>(direct: bool) -> &'static [usize] {
     match (S::REGISTERS, direct) {
         (32, true) => &[1, 4, 8],
         (32, false) => &[1, 4, 8, 12],
-        (8, true) => &[1, 4],
         (8, false) => &[1, 4, 6],
         _ => &[1, 4],
     }
@@ -116,13 +115,13 @@ impl Multiply<'_> {
             }
             for &tile in self.input.tiles() {
                 match (S::REGISTERS, tile.height) {
-                    (32, 1) => self.from_slab::<S, 1, 2>(simd, slab, tile, panel),
-                    (32, 4) => self.from_slab::<S, 4, 2>(simd, slab, tile, panel),
-                    (32, 8) => self.from_slab::<S, 8, 2>(simd, slab, tile, panel),
-                    (32, 12) => self.from_slab::<S, 12, 2>(simd, slab, tile, panel),
-                    (8 | 16, 1) => self.from_slab::<S, 1, 1>(simd, slab, tile, panel),
-                    (8 | 16, 4) => self.from_slab::<S, 4, 1>(simd, slab, tile, panel),
-                    (8, 6) => self.from_slab::<S, 6, 1>(simd, slab, tile, panel),
+                    (32, 1) => self.multiply_slab::<S, 1, 2>(simd, slab, tile, panel),
+                    (32, 4) => self.multiply_slab::<S, 4, 2>(simd, slab, tile, panel),
+                    (32, 8) => self.multiply_slab::<S, 8, 2>(simd, slab, tile, panel),
+                    (32, 12) => self.multiply_slab::<S, 12, 2>(simd, slab, tile, panel),
+                    (8 | 16, 1) => self.multiply_slab::<S, 1, 1>(simd, slab, tile, panel),
+                    (8 | 16, 4) => self.multiply_slab::<S, 4, 1>(simd, slab, tile, panel),
+                    (8, 6) => self.multiply_slab::<S, 6, 1>(simd, slab, tile, panel),
                     (_, height) => unreachable!("no kernel has {height} rows"),
                 }
             }
@@ -130,7 +129,7 @@ impl Multiply<'_> {
     }
 
     #[inline(always)]
-    fn from_slab<S: Simd, const R: usize, const P: usize>(&self, simd: S, slab: &Slab, tile: Tile, panel: usize) {
+    fn multiply_slab<S: Simd, const R: usize, const P: usize>(&self, simd: S, slab: &Slab, tile: Tile, panel: usize) {
         let mut out = [[[0.0; LANES]; P]; R];
         let (values, sums) = (self.input.values::<R>(tile), self.input.sums::<R>(tile));
         simd.dispatch(FromSlab::<R, P> { slab, values, sums, out: &mut out });

@@ -1,4 +1,4 @@
-#![allow(unsafe_code, clippy::inline_always)]
+#![allow(clippy::wildcard_imports)] // Intrinsics have their prefix as a namespace.
 // SAFETY (all of this file): the only constructor of `Avx512` is `detect`, which returns one only on a machine with the features
 // that the intrinsics need; loads and stores go through references to arrays of the full width and need no alignment.
 

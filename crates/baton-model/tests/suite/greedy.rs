@@ -1,10 +1,9 @@
 //! The real weights against an independent implementation (`reference/greedy_reference.py`).
 
-mod support;
-
 use baton_engine::Executor;
 use baton_model::CpuExecutor;
-use support::{Sequence, batch, config, free_blocks, greedy};
+
+use crate::support::{Sequence, batch, config, free_blocks, greedy};
 
 struct Case {
     text: String,
@@ -13,7 +12,7 @@ struct Case {
 }
 
 fn cases() -> Vec<Case> {
-    let all: serde_json::Value = serde_json::from_str(include_str!("reference/greedy_reference.json")).expect("the fixture is JSON");
+    let all: serde_json::Value = serde_json::from_str(include_str!("../reference/greedy_reference.json")).expect("the fixture is JSON");
     let ids = |value: &serde_json::Value| -> Vec<u32> {
         value.as_array().expect("a list").iter().map(|id| id.as_u64().expect("an id") as u32).collect()
     };

@@ -1,7 +1,5 @@
 //! A driver for tests: sequences over blocks of one executor, one call per step.
 
-#![allow(dead_code)] // Each test file uses a part.
-
 use baton_engine::{Batch, BatchRow, SampleRequest, SamplingOptions, SamplingParams, SequenceId};
 use baton_kv::BlockId;
 use baton_model::{CpuConfig, KernelPath};
