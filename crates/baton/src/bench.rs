@@ -22,10 +22,10 @@ use self::{
     text::Writer,
     workload::{Arrivals, Generator, Plan, Workload},
 };
-use crate::cli::{BadInput, positive, span};
+use crate::cli::{BadInput, not_negative, positive, span};
 
 /// Time that runs whose size is chosen here should take together; measurement and surprises fill it up to 5 minutes.
-const BUDGET: Duration = Duration::from_secs(230);
+const BUDGET: Duration = Duration::from_secs(200);
 
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
@@ -61,6 +61,9 @@ pub(crate) struct BenchArgs {
     /// Multiplies all lengths; 1 is the described shape, auto fits it to the target's context and speed
     #[arg(long, default_value = "auto", value_name = "auto|X")]
     scale_shape: ScaleShape,
+    /// Multiplies pauses between the steps of a task; 0 leaves them out
+    #[arg(long, default_value_t = 1.0, value_parser = not_negative, value_name = "X")]
+    think_scale: f64,
     /// A request is good when its first token comes within this time
     #[arg(long, default_value = "2s", value_parser = span)]
     slo_ttft: Duration,
@@ -102,7 +105,8 @@ pub(crate) async fn run(args: &BenchArgs) -> Result<()> {
     let (target, context) = meet(client, args).await?;
     let runs = args.compare.len().max(1) as u32;
     let capacity = if wishes.need_capacity() { Some(sizing::probe(&target, args.seed).await?) } else { None };
-    let generator = Generator { workload: args.workload, scale: 1.0, arrivals: args.arrivals, rate: 1.0, seed: args.seed };
+    let generator =
+        Generator { workload: args.workload, scale: 1.0, arrivals: args.arrivals, rate: 1.0, think: args.think_scale, seed: args.seed };
     let (generator, plan) = sizing::fit(generator, &wishes, capacity, context, BUDGET / runs);
     eprintln!("{}", announcement(args, &generator, &plan, &target, context));
     let bench = Bench { target: Arc::new(target), generator, plan, slo: Slo { ttft: args.slo_ttft, tpot: args.slo_tpot } };
@@ -174,7 +178,7 @@ fn announcement(args: &BenchArgs, generator: &Generator, plan: &Plan, target: &T
     let sessions = plan.sessions.len();
     let mut text = format!(
         "{name} on {} ({:.2} tokens a word): {sessions} {unit}, {} requests, prompts of up to {} tokens, {} in all\n\
-         the same load again: --workload {name} {flag} {sessions} --scale-shape {} --rate {} --seed {}",
+         the same load again: --workload {name} {flag} {sessions} --scale-shape {} --rate {} --think-scale {} --seed {}",
         target.model,
         target.writer.tokens_per_word(),
         plan.requests(),
@@ -182,6 +186,7 @@ fn announcement(args: &BenchArgs, generator: &Generator, plan: &Plan, target: &T
         volume.prompt,
         generator.scale,
         generator.rate,
+        generator.think,
         args.seed
     );
     if context.is_some_and(|context| volume.context_max > u64::from(context)) {

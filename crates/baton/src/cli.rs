@@ -129,6 +129,12 @@ pub(crate) fn positive(text: &str) -> Result<f64, String> {
     number.ok_or_else(|| "must be a number above 0".to_owned())
 }
 
+/// A finite number, zero or above.
+pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
+    let number = text.parse::<f64>().ok().filter(|number| number.is_finite() && *number >= 0.0);
+    number.ok_or_else(|| "must be a number, 0 or above".to_owned())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -106,6 +106,8 @@ async fn serve(gateway: &Gateway, listener: TcpListener, replicas: Vec<Supervise
     });
     let front = async {
         let served = gateway.serve(listener, end_on_signal(signals)).await;
+        // Replicas that end on purpose are no news for the gateway's watchers.
+        gateway.set_engines(Vec::new());
         // The supervisors live until they have ended their replicas, and so does the receiver.
         stop.send_replace(true);
         served
@@ -146,7 +148,7 @@ fn greet(url: &str, summary: &str) -> Result<()> {
     writeln!(out, "  address   {url}/v1")?;
     writeln!(
         out,
-        "  try       curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{{\"stream\": true, \"messages\": \
+        "  try       curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{{\"stream\": true, \"temperature\": 0, \"messages\": \
          [{{\"role\": \"user\", \"content\": \"What is the capital of France?\"}}]}}'"
     )?;
     writeln!(out, "  measure   baton bench --url {url} --compare price,round-robin")?;

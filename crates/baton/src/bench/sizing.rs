@@ -195,7 +195,7 @@ mod tests {
     const BUDGET: Duration = Duration::from_mins(2);
 
     fn generator(workload: Workload) -> Generator {
-        Generator { workload, scale: 1.0, arrivals: Arrivals::Poisson, rate: 1.0, seed: 1 }
+        Generator { workload, scale: 1.0, arrivals: Arrivals::Poisson, rate: 1.0, think: 1.0, seed: 1 }
     }
 
     /// Two CPU cores with a small model.

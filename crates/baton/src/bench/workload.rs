@@ -90,6 +90,8 @@ pub(crate) struct Generator {
     pub(crate) arrivals: Arrivals,
     /// Sessions per second.
     pub(crate) rate: f64,
+    /// Multiplies pauses between turns.
+    pub(crate) think: f64,
     pub(crate) seed: u64,
 }
 
@@ -141,7 +143,7 @@ impl Generator {
         let step = |step: u32| {
             let own = |role, tokens| self.passage(role, tokens, OWN + (session << 16) + u64::from(step));
             let added = if step == 0 { vec![self.passage("system", 1900, 0), own("user", 100)] } else { vec![own("user", 200)] };
-            let think = if step == 0 { Duration::ZERO } else { seconds(rng.f64(), 0.75, 2.25) };
+            let think = if step == 0 { Duration::ZERO } else { self.pause(rng, 0.75, 2.25) };
             Turn { think, added, max_tokens: self.scaled(100) }
         };
         (0..STEPS).map(step).collect()
@@ -172,7 +174,7 @@ impl Generator {
         let turn = |turn: u32| {
             let question = self.passage("user", rng.u32(20..=200), OWN + (session << 16) + u64::from(turn));
             let added = if turn == 0 { vec![self.passage("system", 200, 0), question] } else { vec![question] };
-            let think = if turn == 0 { Duration::ZERO } else { seconds(rng.f64(), 2.0, 10.0) };
+            let think = if turn == 0 { Duration::ZERO } else { self.pause(rng, 2.0, 10.0) };
             Turn { think, added, max_tokens: self.scaled(rng.u32(50..=250)) }
         };
         (0..turns).map(turn).collect()
@@ -182,13 +184,13 @@ impl Generator {
         Passage { role, tokens: self.scaled(tokens), number }
     }
 
+    fn pause(&self, rng: &mut Rng, least_s: f64, most_s: f64) -> Duration {
+        Duration::from_secs_f64((least_s + rng.f64() * (most_s - least_s)) * self.think)
+    }
+
     fn scaled(&self, tokens: u32) -> u32 {
         (f64::from(tokens) * self.scale).round().max(1.0) as u32
     }
-}
-
-fn seconds(draw: f64, least: f64, most: f64) -> Duration {
-    Duration::from_secs_f64(least + draw * (most - least))
 }
 
 impl Plan {
@@ -231,7 +233,7 @@ mod tests {
     use super::*;
 
     fn generator(workload: Workload) -> Generator {
-        Generator { workload, scale: 1.0, arrivals: Arrivals::Poisson, rate: 2.0, seed: 7 }
+        Generator { workload, scale: 1.0, arrivals: Arrivals::Poisson, rate: 2.0, think: 1.0, seed: 7 }
     }
 
     const ALL: [Workload; 4] = [Workload::Agent, Workload::Shared, Workload::Mixed, Workload::Chat];

@@ -1,0 +1,68 @@
+//! What a mistake at the keyboard gives: one line on stderr that says what to do, nothing on stdout, exit code 2.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests panic like tests")]
+
+mod common;
+
+use std::net::TcpListener;
+
+use common::{Server, run};
+
+#[track_caller]
+fn check_bad_input(args: &[&str], part: &str) {
+    let output = run(args);
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{args:?}: {stderr}");
+    assert_eq!(stderr.lines().count(), 1, "{stderr}");
+    assert!(stderr.starts_with("baton: ") && stderr.contains(part), "{stderr}");
+    assert!(output.stdout.is_empty());
+}
+
+#[test]
+fn mistakes_are_told_in_one_line_with_exit_code_2() {
+    check_bad_input(&["up", "--port", "70000"], "--port");
+    check_bad_input(&["up", "--policy", "nope"], "round-robin");
+    check_bad_input(&["up", "--replicas", "0"], "--replicas");
+    check_bad_input(&["up", "--engine", "cpu", "--device", "h100"], "--engine timed only");
+    check_bad_input(&["up", "--engine", "timed", "--threads", "2"], "--engine cpu only");
+    check_bad_input(&["up", "--port", "0", "--model", "/no/such.gguf"], "no model at");
+    check_bad_input(&["replica", "--port", "0", "--engine", "timed", "--model", "nope"], "llama-2-7b");
+    check_bad_input(&["replica", "--port", "0", "--engine", "timed", "--device", "nope"], "h100");
+    check_bad_input(&["replica", "--port", "0", "--engine", "timed", "--model", "llama-3-70b", "--device", "a10"], "no room for KV");
+    check_bad_input(&["replica", "--port", "0", "--time-scale", "2"], "--engine timed only");
+    check_bad_input(&["serve"], "--config");
+    check_bad_input(&["serve", "--config", "/no/such.toml"], "--print-config");
+    check_bad_input(&["bench", "--url", "https://example.org"], "http://");
+    check_bad_input(&["bench", "--workload", "agent", "--requests", "3"], "--tasks");
+    check_bad_input(&["bench", "--workload", "shared", "--tasks", "3"], "--requests");
+    check_bad_input(&["bench", "--tasks", "0"], "--tasks");
+    check_bad_input(&["model", "pull", "--model", "nope"], "smollm2-135m-instruct");
+}
+
+#[test]
+fn a_port_in_use_is_told_before_anything_is_loaded() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    check_bad_input(&["up", "--port", &port], "is in use");
+    check_bad_input(&["replica", "--port", &port], "is in use");
+}
+
+#[test]
+fn an_address_where_nobody_listens_is_no_mistake_of_the_command_line() {
+    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let output = run(&["bench", "--url", &format!("http://{free}")]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(String::from_utf8(output.stderr).unwrap().contains("does not answer"));
+}
+
+#[test]
+fn serve_runs_with_a_configuration_like_the_published_one() {
+    let printed = String::from_utf8(run(&["serve", "--print-config"]).stdout).unwrap();
+    let config = printed.replace("127.0.0.1:8080", "127.0.0.1:0");
+    let path = std::env::temp_dir().join(format!("baton-serve-{}.toml", std::process::id()));
+    std::fs::write(&path, config).unwrap();
+    let server = Server::start(&["serve", "--config", path.to_str().unwrap()]);
+    assert_eq!(server.get("/live").0, 200);
+    assert_eq!(server.replicas().len(), 1);
+    std::fs::remove_file(path).unwrap();
+}
