@@ -186,6 +186,12 @@ fn our_errors_are_those_of_vllm() {
 }
 
 #[test]
+fn llama_cpps_list_of_models_is_read() {
+    let list: ModelList = serde_json::from_slice(&body("llamacpp/http/models.resp")).unwrap();
+    assert_eq!((list.data[0].id.as_str(), list.data[0].max_model_len), ("smollm2-135m", None));
+}
+
+#[test]
 fn llama_cpp_streams_are_read_as_openai_chunks() {
     let chunks = |name: &str| -> Vec<ChatChunk> {
         let events = decode_all(&[&body(name)]);

@@ -64,6 +64,9 @@ pub(crate) struct BenchArgs {
     /// Multiplies pauses between the steps of a task; 0 leaves them out
     #[arg(long, default_value_t = 1.0, value_parser = not_negative, value_name = "X")]
     think_scale: f64,
+    /// Real seconds per model second of an emulated fleet; pauses and gaps stretch with it, and times are reported in model time
+    #[arg(long, default_value_t = 1.0, value_parser = positive, value_name = "X")]
+    time_scale: f64,
     /// A request is good when its first token comes within this time
     #[arg(long, default_value = "2s", value_parser = span)]
     slo_ttft: Duration,
@@ -107,7 +110,7 @@ pub(crate) async fn run(args: &BenchArgs) -> Result<()> {
     let capacity = if wishes.need_capacity() { Some(sizing::probe(&target, args.seed).await?) } else { None };
     let generator =
         Generator { workload: args.workload, scale: 1.0, arrivals: args.arrivals, rate: 1.0, think: args.think_scale, seed: args.seed };
-    let (generator, plan) = sizing::fit(generator, &wishes, capacity, context, BUDGET / runs);
+    let (generator, plan) = sizing::fit(generator, &wishes, capacity, context, (BUDGET / runs).div_f64(args.time_scale));
     eprintln!("{}", announcement(args, &generator, &plan, &target, context));
     let bench = Bench { target: Arc::new(target), generator, plan, slo: Slo { ttft: args.slo_ttft, tpot: args.slo_tpot } };
     if args.compare.is_empty() {
@@ -164,7 +167,10 @@ async fn meet(client: Client, args: &BenchArgs) -> Result<(Target, Option<u32>)>
     let tokens = client.count_tokens(&card.id, &sample).await.unwrap_or(0);
     let writer = writer.calibrated(sample_words, tokens);
     let ignore_eos = card.max_model_len.is_some();
-    Ok((Target { client, model: card.id, ignore_eos, send_session: !args.no_session, writer }, card.max_model_len))
+    Ok((
+        Target { client, model: card.id, ignore_eos, send_session: !args.no_session, writer, time_scale: args.time_scale },
+        card.max_model_len,
+    ))
 }
 
 /// What will be sent, and how to send the same again.

@@ -73,6 +73,7 @@ pub(crate) enum Answer {
 fn one_line(report: &str) -> String {
     let (problem, usage) = report.split_once("\nUsage: ").unwrap_or((report, ""));
     let problem = problem.split("\nFor more information").next().unwrap_or_default();
+    let problem = problem.replace("\n\n  tip: ", "; ");
     let words: Vec<&str> = problem.split_whitespace().collect();
     let problem = words.join(" ");
     let problem = problem.strip_prefix("error: ").unwrap_or(&problem);

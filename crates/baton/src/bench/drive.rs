@@ -19,6 +19,8 @@ pub(crate) struct Target {
     pub(crate) ignore_eos: bool,
     pub(crate) send_session: bool,
     pub(crate) writer: Writer,
+    /// Real seconds per model second: a plan is in model time, and so are samples.
+    pub(crate) time_scale: f64,
 }
 
 /// One request of a run. Latencies count from when it was due, so time that the load generator lost is not hidden.
@@ -78,14 +80,14 @@ pub(crate) async fn drive(target: &Arc<Target>, plan: Plan, label: &str) -> Run 
         }
     }
     bar.finish_and_clear();
-    Run { abandoned: requests - samples.len(), wall: begun.elapsed(), samples }
+    Run { abandoned: requests - samples.len(), wall: begun.elapsed().div_f64(target.time_scale), samples }
 }
 
 async fn run_session(target: &Target, plan: &Plan, session: &Session, begun: Instant, samples: &mpsc::UnboundedSender<Sample>) {
     let mut messages = Vec::new();
-    let mut due = begun + session.start;
+    let mut due = begun + session.start.mul_f64(target.time_scale);
     for (turn, request) in session.turns.iter().enumerate() {
-        due += request.think;
+        due += request.think.mul_f64(target.time_scale);
         let texts = request.added.iter().map(|passage| ChatMessage { role: passage.role, content: plan.text(passage, &target.writer) });
         messages.extend(texts);
         tokio::time::sleep_until(due).await;
@@ -102,20 +104,21 @@ async fn run_session(target: &Target, plan: &Plan, session: &Session, begun: Ins
         messages.push(ChatMessage { role: "assistant", content: seen.text.clone() });
         let is_finished = seen.ending == Ending::Finished;
         // The receiver lives until all senders are gone.
-        let _ = samples.send(sample(turn, late, seen));
+        let _ = samples.send(sample(turn, late, seen, target.time_scale));
         if !is_finished {
             return;
         }
     }
 }
 
-fn sample(turn: usize, late: Duration, seen: Seen) -> Sample {
+fn sample(turn: usize, late: Duration, seen: Seen, time_scale: f64) -> Sample {
     let usage = seen.usage.as_ref();
+    let model_time = |span: Duration| span.div_f64(time_scale);
     Sample {
         turn,
-        ttft: seen.pieces.first().map(|first| late + *first),
-        e2e: late + seen.end,
-        gaps: seen.pieces.windows(2).map(|pair| pair[1].saturating_sub(pair[0])).collect(),
+        ttft: seen.pieces.first().map(|first| model_time(late + *first)),
+        e2e: model_time(late + seen.end),
+        gaps: seen.pieces.windows(2).map(|pair| model_time(pair[1].saturating_sub(pair[0]))).collect(),
         prompt_tokens: usage.map(|usage| usage.prompt_tokens),
         cached_tokens: usage.and_then(baton_wire::openai::Usage::cached_tokens),
         output_tokens: usage.map_or(seen.pieces.len() as u32, |usage| usage.completion_tokens),
@@ -147,7 +150,9 @@ mod tests {
             usage: None,
             replica: None,
         };
-        let sample = sample(0, ms(100), seen);
-        assert_eq!((sample.ttft, sample.e2e, sample.tpot()), (Some(ms(110)), ms(145), Some(ms(15))));
+        let real = sample(0, ms(100), seen.clone(), 1.0);
+        assert_eq!((real.ttft, real.e2e, real.tpot()), (Some(ms(110)), ms(145), Some(ms(15))));
+        let slowed = sample(0, ms(100), seen, 10.0);
+        assert_eq!((slowed.ttft, slowed.tpot()), (Some(ms(11)), Some(Duration::from_micros(1500))));
     }
 }

@@ -154,7 +154,7 @@ pub(crate) async fn probe(target: &Target, seed: u64) -> Result<Capacity> {
     Ok(Capacity { prefill_per_s, decode_per_s: f64::from(PROBE_REQUESTS * output) / decode_s })
 }
 
-/// Seconds that so many requests at once take, and the prompt tokens that they had together.
+/// Model seconds that so many requests at once take, and the prompt tokens that they had together.
 async fn burst(target: &Target, rng: &mut Rng, requests: u32, prompt_tokens: u32, output_tokens: u32) -> Result<(f64, u32)> {
     let begun = Instant::now();
     let mut calls = JoinSet::new();
@@ -184,7 +184,7 @@ async fn burst(target: &Target, rng: &mut Rng, requests: u32, prompt_tokens: u32
             Ending::Error(error) => anyhow::bail!("the target does not answer a short request: {error}"),
         }
     }
-    Ok((begun.elapsed().as_secs_f64(), tokens))
+    Ok((begun.elapsed().as_secs_f64() / target.time_scale, tokens))
 }
 
 #[cfg(test)]

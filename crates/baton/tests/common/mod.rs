@@ -36,11 +36,31 @@ pub(crate) struct Server {
 
 impl Server {
     pub(crate) fn start(args: &[&str]) -> Self {
-        let mut child = baton().args(args).stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut command = baton();
+        command.args(args);
+        Self::spawn(&mut command)
+    }
+
+    /// Starts this command; gives the server, and what it has written to stderr once it is killed by the second part.
+    pub(crate) fn start_command(mut command: Command) -> (Self, impl FnOnce() -> String) {
+        let mut server = Self::spawn(command.stderr(Stdio::piped()));
+        let mut stderr = server.child.stderr.take().unwrap();
+        let pid = server.pid();
+        let read = move || {
+            signal(pid, libc::SIGKILL);
+            let mut text = String::new();
+            stderr.read_to_string(&mut text).unwrap();
+            text
+        };
+        (server, read)
+    }
+
+    fn spawn(command: &mut Command) -> Self {
+        let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
         let mut line = String::new();
         stdout.read_line(&mut line).unwrap();
-        let Some(url) = line.trim().strip_prefix("listening on ") else { panic!("{args:?} said {line:?} and {:?}", child.wait()) };
+        let Some(url) = line.trim().strip_prefix("listening on ") else { panic!("{command:?} said {line:?} and {:?}", child.wait()) };
         Self { url: url.to_owned(), child, _stdout: stdout }
     }
 
