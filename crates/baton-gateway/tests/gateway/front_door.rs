@@ -268,3 +268,58 @@ async fn no_engine_means_no_service_and_says_so() {
     let error: Value = read_json(response).await;
     assert_eq!(error["error"]["type"], "ServiceUnavailableError");
 }
+
+/// How many requests are held, and how many are known.
+async fn held(front: &Front) -> (usize, usize) {
+    let (_, requests) = front.get("/baton/v1/requests").await;
+    let requests = requests["requests"].as_array().unwrap().clone();
+    (requests.iter().filter(|request| request["state"] == "held").count(), requests.len())
+}
+
+#[tokio::test]
+async fn requests_beyond_what_replicas_can_start_wait_here_and_go_when_there_is_room() {
+    let mut engine = FakeEngine::start().await;
+    let mut config = config(&[&engine]);
+    config.policy.queue = 3;
+    let front = Front::with(config).await;
+    let ask = |seed: u32| {
+        let prompt: Vec<u32> = (0..2000).map(|index| index * 7 + seed).collect();
+        front.completion(&format!(r#"{{"model":"smollm2-135m","prompt":{prompt:?},"stream":true,"max_tokens":1}}"#))
+    };
+    // The engine says nothing, so its predicted queue grows until requests are held.
+    let mut asked = Vec::new();
+    let mut calls = Vec::new();
+    loop {
+        let known = asked.len();
+        asked.push(ask(known as u32));
+        while held(&front).await.1 <= known {}
+        if held(&front).await.0 == 1 {
+            break;
+        }
+        calls.push(engine.call().await);
+        assert!(known < 1000, "nothing is ever held");
+    }
+    for _ in 0..2 {
+        asked.push(ask(asked.len() as u32));
+    }
+    while held(&front).await.0 < 3 {}
+    // The queue is full: the next one is turned away at once.
+    let refused = ask(9999).await.unwrap();
+    assert_eq!((refused.status().as_u16(), refused.headers().contains_key("retry-after")), (429, true));
+    // One that waits may leave.
+    asked.pop().unwrap().abort();
+    while held(&front).await.0 > 2 {}
+    // The others go as the engine gets on with its work.
+    let body = recorded(include_str!("../fixtures/completion-stream.resp")).1;
+    for call in calls {
+        call.play(&body).await;
+    }
+    for _ in 0..2 {
+        engine.call().await.play(&body).await;
+    }
+    for response in asked {
+        assert!(String::from_utf8(read(response.await.unwrap()).await).unwrap().ends_with("data: [DONE]\n\n"));
+    }
+    while held(&front).await.1 > 0 {}
+    assert_eq!(front.get("/baton/v1/fleet").await.1["replicas"][0]["in_flight"], 0);
+}

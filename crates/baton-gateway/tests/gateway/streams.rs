@@ -22,7 +22,7 @@ const ASK_WHOLE: &str = r#"{"model":"smollm2-135m","messages":[{"role":"user","c
 /// `body` as the client of request `id` sees it.
 fn renamed(body: &[u8], id: &str) -> String {
     let text = String::from_utf8(body.to_vec()).unwrap();
-    let own = text.split_once("\"id\":\"chatcmpl-").map(|(_, rest)| rest.split('"').next().unwrap().to_owned());
+    let own = text.split_once("\"id\":\"").and_then(|(_, rest)| rest.split('"').next()?.split_once('-')).map(|(_, own)| own.to_owned());
     own.map_or(text.clone(), |own| text.replace(&own, id))
 }
 
@@ -52,7 +52,7 @@ async fn each_event_passes_before_the_next_is_sent() {
         if place > 0 {
             sender.send(event.clone()).await;
         }
-        assert_eq!(text(&reader.next().await.unwrap()), renamed(event, "mine").replace("chatcmpl-chatcmpl-", "chatcmpl-"));
+        assert_eq!(text(&reader.next().await.unwrap()), renamed(event, "mine"));
     }
     drop(sender);
     assert_eq!(reader.next().await, None);
@@ -70,6 +70,33 @@ async fn the_client_sees_what_it_asked_for_and_no_more() {
     let body = text(&read(response.await.unwrap()).await);
     assert!(!body.contains("usage") && !body.contains("[504]") && !body.contains("9690"), "{body}");
     assert!(body.contains(r#""token_ids":null"#) && body.ends_with("data: [DONE]\n\n"), "{body}");
+}
+
+/// Recordings whose client asked for usage in the end; with `all` for everything.
+#[tokio::test]
+async fn every_recorded_stream_reaches_a_client_that_asked_for_it_unchanged() {
+    let recordings = [
+        ("chat", include_str!("../fixtures/chat-stream.resp"), false),
+        ("chat", include_str!("../fixtures/chat-tool-named-stream.resp"), false),
+        ("chat", include_str!("../fixtures/chat-tool-required-stream.resp"), false),
+        ("chat", include_str!("../fixtures/chat-stream-logprobs.resp"), false),
+        ("chat", include_str!("../fixtures/chat-stream-token-ids.resp"), true),
+        ("", include_str!("../fixtures/completion-stream.resp"), false),
+        ("", include_str!("../fixtures/completion-stream-logprobs.resp"), false),
+        ("", include_str!("../fixtures/completion-stream-continuous-usage.resp"), true),
+    ];
+    let mut engine = FakeEngine::start().await;
+    let front = Front::over(&[&engine]).await;
+    for (api, recording, all) in recordings {
+        let (path, prompt) = if api == "chat" { ("/v1/chat/completions", "\"messages\":[]") } else { ("/v1/completions", "\"prompt\":\"x\"") };
+        let body = format!(
+            r#"{{"model":"smollm2-135m",{prompt},"stream":true,"return_token_ids":{all},"stream_options":{{"include_usage":true,"continuous_usage_stats":{all}}}}}"#
+        );
+        let response = front.spawn_post(path, &body, &[("x-request-id", "same")]);
+        let sent = recorded(recording).1;
+        engine.call().await.play(&sent).await;
+        assert_eq!(text(&read(response.await.unwrap()).await), renamed(&sent, "same"));
+    }
 }
 
 #[tokio::test]
