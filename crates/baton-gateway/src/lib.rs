@@ -3,7 +3,7 @@
 //!
 //! It parses a body once, tokenizes and keys the prompt, streams the answer event by event, retries while the client has seen
 //! nothing, and watches its engines (health, load, KV events). It computes no price and holds no rule of choice; it generates no
-//! token; it keeps no prompt and no output beyond the request, and logs neither. It speaks no TLS.
+//! token; it logs no prompt and no output, and keeps of both only tokens, in bounded memory. It speaks no TLS.
 
 mod admin;
 mod api;
@@ -25,6 +25,7 @@ mod passthrough;
 mod prompt;
 mod refusal;
 mod reserved;
+mod segments;
 mod stream_body;
 mod upstream;
 

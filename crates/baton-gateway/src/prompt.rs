@@ -8,7 +8,10 @@ use baton_units::{BlockSize, Tokens};
 use baton_wire::openai::Prompt;
 use serde_json::Value;
 
-use crate::intake::{ChatPrompt, PromptSource};
+use crate::{
+    intake::{ChatPrompt, PromptSource},
+    segments::Segments,
+};
 
 /// Prompts above this many bytes are tokenized off the threads that carry streams: HF tokenizers take about 1 ms for 4 KiB.
 const INLINE_BYTES_MAX: usize = 8 << 10;
@@ -32,12 +35,14 @@ pub(crate) struct Tokenized {
 #[derive(Debug, Clone)]
 pub(crate) struct Tokenization {
     text: Option<Arc<Tokenizer>>,
+    segments: Option<Arc<Segments>>,
     estimate: Arc<Tokenizer>,
 }
 
 impl Tokenization {
     pub(crate) fn new(text: Option<Arc<Tokenizer>>) -> Self {
-        Self { text, estimate: Arc::new(Tokenizer::bytes4()) }
+        let segments = text.clone().and_then(Segments::new).map(Arc::new);
+        Self { text, segments, estimate: Arc::new(Tokenizer::bytes4()) }
     }
 
     pub(crate) async fn tokenize(&self, source: &PromptSource) -> Tokenized {
@@ -58,7 +63,10 @@ impl Tokenization {
     fn tokenize_chat(&self, chat: &ChatPrompt) -> Tokenized {
         let rendered = self.text.as_ref().map(|text| Ok::<_, TemplateError>((text, chat.render(text)?)));
         match rendered {
-            Some(Ok((text, prompt))) => Tokenized::exact(text.encode(&prompt, chat.add_special)),
+            Some(Ok((text, prompt))) => Tokenized::exact(match &self.segments {
+                Some(segments) if !chat.add_special => segments.encode(&prompt),
+                Some(_) | None => text.encode(&prompt, chat.add_special),
+            }),
             Some(Err(error)) => {
                 // The engine may know better (images), and says itself what it does not take.
                 tracing::debug!(%error, "estimated a prompt that the chat template does not render");

@@ -88,7 +88,8 @@ async fn every_recorded_stream_reaches_a_client_that_asked_for_it_unchanged() {
     let mut engine = FakeEngine::start().await;
     let front = Front::over(&[&engine]).await;
     for (api, recording, all) in recordings {
-        let (path, prompt) = if api == "chat" { ("/v1/chat/completions", "\"messages\":[]") } else { ("/v1/completions", "\"prompt\":\"x\"") };
+        let (path, prompt) =
+            if api == "chat" { ("/v1/chat/completions", "\"messages\":[]") } else { ("/v1/completions", "\"prompt\":\"x\"") };
         let body = format!(
             r#"{{"model":"smollm2-135m",{prompt},"stream":true,"return_token_ids":{all},"stream_options":{{"include_usage":true,"continuous_usage_stats":{all}}}}}"#
         );
