@@ -86,6 +86,11 @@ impl Ledger {
         self.foreign_ms + self.items.iter().map(|item| item.left_ms).sum::<f64>()
     }
 
+    /// Work left of some of the requests.
+    pub(crate) fn left_ms(&self, of: impl Fn(RequestId) -> bool) -> f64 {
+        self.items.iter().filter(|item| of(item.request)).map(|item| item.left_ms).sum()
+    }
+
     /// Work ahead of a short prompt where chunks interleave: the short ones, and 1.5 chunks of a long one if there is one.
     pub(crate) fn short_wait_ms(&self, long_chunk_ms: f64) -> f64 {
         let short: f64 = self.items.iter().map(|item| item.left_ms).filter(|left| *left <= long_chunk_ms).sum();
@@ -102,5 +107,65 @@ impl Ledger {
 
     pub(crate) fn prefilling(&self) -> usize {
         self.items.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn at(ms: f64) -> Time {
+        Time::from_ms(ms)
+    }
+
+    #[test]
+    fn time_takes_off_the_first_item_only_and_never_what_waits_behind_it() {
+        let mut ledger = Ledger::default();
+        ledger.add(RequestId(1), 100.0, Tokens(1000), at(0.0));
+        ledger.add(RequestId(2), 30.0, Tokens(300), at(0.0));
+        ledger.advance(None, at(60.0));
+        assert!((ledger.backlog_ms() - 70.0).abs() < 1e-9);
+        // The first is late: the second has not begun.
+        ledger.advance(None, at(500.0));
+        assert!((ledger.backlog_ms() - 30.0).abs() < 1e-9);
+        ledger.remove(RequestId(1));
+        ledger.advance(None, at(510.0));
+        assert!((ledger.backlog_ms() - 20.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_report_adds_only_what_this_router_did_not_send() {
+        let mut ledger = Ledger::default();
+        ledger.add(RequestId(1), 100.0, Tokens(1000), at(0.0));
+        ledger.advance(None, at(10.0));
+        ledger.reconcile(Tokens(1000), at(10.0), 0.1, at(10.0));
+        assert!((ledger.backlog_ms() - 90.0).abs() < 1e-9, "all of it is ours");
+        // Work sent after the report was taken is no reason to believe in less.
+        ledger.add(RequestId(2), 50.0, Tokens(500), at(12.0));
+        ledger.advance(None, at(14.0));
+        ledger.reconcile(Tokens(1400), at(11.0), 0.1, at(14.0));
+        assert!((ledger.backlog_ms() - (86.0 + 50.0 + 40.0 - 3.0)).abs() < 1e-9, "{}", ledger.backlog_ms());
+    }
+
+    proptest! {
+        #[test]
+        fn interleaved_work_drains_as_fast_as_time_passes(
+            work in prop::collection::vec(0.5f64..300.0, 1..8),
+            steps in prop::collection::vec(0.1f64..40.0, 1..20),
+        ) {
+            let mut ledger = Ledger::default();
+            for (place, ms) in work.iter().enumerate() {
+                ledger.add(RequestId(place as u64), *ms, Tokens(1), Time::ZERO);
+            }
+            let mut now = 0.0;
+            for step in steps {
+                now += step;
+                ledger.advance(Some(50.0), at(now));
+                let left = (work.iter().sum::<f64>() - now).max(0.0);
+                prop_assert!((ledger.backlog_ms() - left).abs() < 1e-3, "{} for {left}", ledger.backlog_ms());
+            }
+        }
     }
 }

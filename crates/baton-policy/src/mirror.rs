@@ -168,3 +168,57 @@ impl Mirror {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn keys(from: u64, count: usize) -> Vec<BlockKey> {
+        (0..count as u64).map(|place| BlockKey((from << 8) + place)).collect()
+    }
+
+    proptest! {
+        /// Against a list of keys from oldest to youngest.
+        #[test]
+        fn the_mirror_evicts_what_a_plain_list_would(
+            uses in prop::collection::vec((0u64..6, 1usize..5, any::<bool>()), 1..60),
+            limit in 1usize..12,
+        ) {
+            let (mut mirror, mut reuse) = (Mirror::default(), Reuse::default());
+            let mut list: Vec<BlockKey> = Vec::new();
+            let mut pinned: Vec<Vec<BlockKey>> = Vec::new();
+            for (moment, (from, count, keep)) in uses.into_iter().enumerate() {
+                let (chain, now) = (keys(from, count), Time(moment as u64 * 1_000_000));
+                let touch = |list: &mut Vec<BlockKey>| {
+                    for key in chain.iter().rev() {
+                        list.retain(|other| other != key);
+                        list.push(*key);
+                    }
+                };
+                mirror.pin(&chain, &mut reuse, now);
+                touch(&mut list);
+                if keep {
+                    pinned.push(chain.clone());
+                } else {
+                    mirror.unpin(&chain, &chain, now);
+                    touch(&mut list);
+                }
+                if pinned.len() > 3 {
+                    let chain = pinned.remove(0);
+                    mirror.unpin(&chain, &[], now);
+                }
+                let used = |key: &BlockKey| pinned.iter().flatten().any(|other| other == key);
+                let mut evicted = Vec::new();
+                mirror.evict_to(limit, &mut reuse, now, |key| evicted.push(key));
+                let over = list.len().saturating_sub(limit);
+                let expected: Vec<BlockKey> = list.iter().filter(|key| !used(key)).take(over).copied().collect();
+                prop_assert_eq!(&evicted, &expected);
+                list.retain(|key| !expected.contains(key));
+                prop_assert_eq!(mirror.victims().map(|node| node.key).collect::<Vec<_>>(), list.iter().filter(|key| !used(key)).copied().collect::<Vec<_>>());
+                prop_assert_eq!(mirror.pinned(), list.iter().filter(|key| used(key)).count());
+            }
+        }
+    }
+}

@@ -84,3 +84,37 @@ impl Reuse {
 fn octave(age: Duration) -> usize {
     (age.as_ms().max(1.0).log2() as usize).min(OCTAVES - 1)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn survival_counts_evictions_as_ages_that_were_cut_short() {
+        let mut reuse = Reuse::default();
+        // Three idle times of 1 s: two ended in reuse, one by eviction; one of 100 s ended by eviction.
+        reuse.see(true, SECOND, true);
+        reuse.see(true, SECOND, true);
+        reuse.see(true, SECOND, false);
+        reuse.see(true, 100 * SECOND, false);
+        reuse.refresh();
+        assert!((reuse.probability(true, SECOND) - 0.5).abs() < 1e-12, "two of four at risk");
+        assert!(reuse.probability(true, 10 * SECOND).abs() < 1e-12, "none came back so late");
+        assert!(reuse.probability(false, SECOND).abs() < 1e-12, "the other kind is apart");
+    }
+
+    #[test]
+    fn sessions_live_as_long_as_nearly_all_reuses_take() {
+        let mut reuse = Reuse::default();
+        assert_eq!(reuse.live_age(), YOUNG_LIVE_AGE);
+        for _ in 0..1000 {
+            reuse.see(true, SECOND, true);
+        }
+        for _ in 0..10 {
+            reuse.see(true, 1000 * SECOND, true);
+        }
+        assert!(reuse.live_age() >= SECOND && reuse.live_age() < 5 * SECOND, "{:?}", reuse.live_age());
+    }
+}

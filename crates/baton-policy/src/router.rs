@@ -24,8 +24,9 @@ const COPY_IDS: u64 = 1 << 63;
 const HELD_QUOTED_MAX: usize = 16;
 /// Where more chains than this went on, a request without a known one is taken to start one.
 const STARTS_CONTINUE: f64 = 0.5;
-/// Weight of the latest output length in the mean.
+/// Weight of the latest output length in the mean, and the mean before any output was seen.
 const OUTPUT_GAIN: f64 = 0.02;
+const OUTPUT_PRIOR: f64 = 64.0;
 /// A mirror of an engine that tells its evictions may run ahead of them by this much before it evicts by itself.
 const MIRROR_SLACK: f64 = 1.25;
 
@@ -49,6 +50,7 @@ pub struct Router {
     log: DecisionLog,
     /// Mean output length of what ended, in tokens.
     pub(crate) mean_output: f64,
+    outputs: u32,
     /// Changes when a replica's coefficients do.
     pub(crate) costs_version: u64,
     pub(crate) scratch: Scratch,
@@ -88,7 +90,8 @@ impl Router {
             rents: Rents::default(),
             held: Held::default(),
             log: DecisionLog::new(config.decisions_kept),
-            mean_output: 0.0,
+            mean_output: OUTPUT_PRIOR,
+            outputs: 0,
             costs_version: 1,
             scratch: Scratch::default(),
             copies: 0,
@@ -242,6 +245,11 @@ impl Router {
         self.held.stale = true;
     }
 
+    /// The engine told after its first token how much of the prompt it had; kept on the decision's record.
+    pub fn cached_tokens(&mut self, request: RequestId, cached: Tokens) {
+        self.log.update(request, |record| record.realised.cached_tokens = Some(cached));
+    }
+
     /// `count` more tokens came out, the first one included.
     pub fn output_tokens(&mut self, request: RequestId, count: u32, _now: Time) {
         let Some(flight) = self.flights.get_mut(&request) else { return };
@@ -291,7 +299,8 @@ impl Router {
             self.trim(flight.replica, now);
         }
         if done && !flight.copy {
-            let gain = if self.mean_output == 0.0 { 1.0 } else { OUTPUT_GAIN };
+            self.outputs = self.outputs.saturating_add(1);
+            let gain = OUTPUT_GAIN.max(1.0 / f64::from(self.outputs));
             self.mean_output += gain * (f64::from(flight.output) - self.mean_output);
         }
         if !flight.copy {
@@ -318,7 +327,7 @@ impl Router {
             replica.response_ms = 0.0;
         }
         (self.demand, self.reuse, self.chains, self.rents) = Default::default();
-        self.mean_output = 0.0;
+        (self.mean_output, self.outputs) = (OUTPUT_PRIOR, 0);
         self.log.clear();
         self.policy = self.config.policy.build();
     }
@@ -462,11 +471,11 @@ impl Router {
                 };
                 key(a).partial_cmp(&key(b)).expect("waits and shares are numbers")
             })?;
-        let rent = rent(self, target);
+        let end = arrival.keys[blocks - 1];
+        let rent = rent(self, target) - self.warming_ms(own.replica, end, blocks);
         if rent <= 0.0 {
             return None;
         }
-        let end = arrival.keys[blocks - 1];
         let paid = self.rents.pay(end, rent, now);
         let to = quoted.candidates[target].replica;
         let missing = blocks - self.depth(to) as usize;
@@ -481,6 +490,17 @@ impl Router {
         }
         self.rents.settle(end);
         Some((to, blocks))
+    }
+
+    /// Work left on the replica of those who are computing the prefix that ends in block `end`: a copy begun later would not be
+    /// there sooner, so waiting for it is no rent.
+    fn warming_ms(&self, id: ReplicaId, end: BlockKey, blocks: usize) -> f64 {
+        let replica = &self.replicas[&id];
+        let computes = |request: RequestId| {
+            let flight = self.flights.get(&request);
+            flight.is_some_and(|flight| (flight.depth as usize) < blocks && flight.keys.get(blocks - 1) == Some(&end))
+        };
+        replica.ledger.left_ms(computes)
     }
 
     fn record(&mut self, arrival: &Arrival, quoted: &Quoted, chosen: usize, held_for: Duration, now: Time) {
@@ -559,9 +579,9 @@ impl Router {
 
     fn send(&mut self, request: RequestId, mut flight: Flight, prefill_ms: f64, now: Time) {
         let fleet = self.replicas.values().filter(|replica| replica.state == ReplicaState::Ready).count();
-        self.demand.dispatch(prefill_ms, fleet, now);
         let replica = self.replicas.get_mut(&flight.replica).expect("a candidate is in the fleet");
         let uncomputed = flight.prompt.saturating_sub(replica.hit_tokens(flight.depth, flight.prompt));
+        self.demand.dispatch(prefill_ms, fleet, now);
         flight.incarnation = replica.spec.incarnation;
         flight.private_blocks = private_blocks(&replica.spec, flight.prompt, flight.keys.len(), 1);
         replica.in_flight += 1;

@@ -26,10 +26,12 @@ impl Policy for Price {
         }
         least(candidates, rng, |candidate| {
             let total = candidate.terms.total();
-            match (total <= lowest + TIE_MS, request.starts && total <= stay) {
-                (_, true) => f64::from(candidate.sessions),
-                (true, false) => 0.0,
-                (false, false) => f64::INFINITY,
+            let excess_ms = (total - lowest - TIE_MS).max(0.0);
+            match (request.starts, total <= stay) {
+                // The count decides, the rest of the price between equal counts.
+                (true, true) => f64::from(candidate.sessions) + 0.5 * excess_ms / (stay - lowest),
+                (true, false) => f64::INFINITY,
+                (false, _) => excess_ms,
             }
         })
     }

@@ -1,0 +1,520 @@
+//! The router through its public API: feasibility, books, orders of preference, held requests.
+
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use std::{sync::Arc, time::Duration};
+
+use baton_cost::StepCoefficients;
+use baton_kv::{BlockKey, EngineHash, KeyDomain, KvEvent, KvEventBatch, chain_keys};
+use baton_policy::{
+    Arrival, Discipline, LoadReport, Outcome, PolicyName, PriceWeights, Refusal, ReplicaSpec, ReplicaState, Router, RouterConfig, Verdict,
+};
+use baton_units::{BlockSize, Blocks, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
+use proptest::prelude::*;
+
+const SIZE: BlockSize = BlockSize::DEFAULT;
+const OWN_ONLY: PriceWeights = PriceWeights { delay: 0.0, eviction: 0.0, memory: 0.0, waste: 0.0, decode: 0.0 };
+
+/// The reference machine: 14.2 ms for 512 tokens, 129.4 ms for 4,096.
+fn step() -> StepCoefficients {
+    let (flops, bytes_per_s) = (494.5e12, 3.35e12);
+    StepCoefficients {
+        fixed_s: 0.0025,
+        per_token_s: 2.0 * 6.74e9 / flops,
+        per_attended_s: 4.0 * 32.0 * 4096.0 / flops,
+        per_kv_token_s: 131_072.0 / bytes_per_s,
+        weights_s: 13.48e9 / bytes_per_s,
+    }
+}
+
+fn spec(id: u32) -> ReplicaSpec {
+    ReplicaSpec {
+        id: ReplicaId(id),
+        incarnation: Incarnation(1),
+        block_size: SIZE,
+        kv_blocks: Blocks(2000),
+        max_model_len: Tokens(20_000),
+        max_running: 64,
+        discipline: Discipline::Serial,
+        step: step(),
+    }
+}
+
+fn router(policy: PolicyName, weights: PriceWeights, replicas: u32) -> Router {
+    let mut router = Router::new(RouterConfig { policy, weights, bind_within: None, ..RouterConfig::default() }, 7);
+    for id in 0..replicas {
+        router.upsert_replica(spec(id), Time::ZERO);
+    }
+    router
+}
+
+fn keys(text: u32, tokens: u32) -> Arc<[BlockKey]> {
+    let tokens: Vec<u32> = (0..tokens).map(|place| text * 100_000 + place).collect();
+    chain_keys(KeyDomain { model: "", adapter: None, salt: None }.root(), &tokens, SIZE).into()
+}
+
+fn arrival(request: u64, text: u32, tokens: u32) -> Arrival {
+    Arrival {
+        request: RequestId(request),
+        keys: keys(text, tokens),
+        prompt: Tokens(tokens),
+        max_output: None,
+        session: None,
+        program: None,
+        priority: Priority(0),
+        excluded: Vec::new(),
+    }
+}
+
+/// Sends a request to one replica of `replicas` by excluding the others.
+fn send(router: &mut Router, request: u64, text: u32, tokens: u32, to: u32, replicas: u32, now: Time) {
+    let excluded = (0..replicas).filter(|id| *id != to).map(ReplicaId).collect();
+    assert_eq!(chosen(&router.place(Arrival { excluded, ..arrival(request, text, tokens) }, now)), to);
+}
+
+fn end(router: &mut Router, request: u64, now: Time) {
+    router.first_token(RequestId(request), None, now);
+    router.output_tokens(RequestId(request), 1, now);
+    router.finished(RequestId(request), Outcome::Finished, None, now);
+}
+
+fn chosen(verdict: &Verdict) -> u32 {
+    match verdict {
+        Verdict::Run(placed) => placed.replica.0,
+        Verdict::Hold | Verdict::Refuse(_) => panic!("not placed: {verdict:?}"),
+    }
+}
+
+fn total_ms(router: &Router, request: u64, replica: u32) -> f64 {
+    let record = router.decision(RequestId(request)).unwrap();
+    record.quotes.iter().find(|quote| quote.replica == ReplicaId(replica)).unwrap().total_ms
+}
+
+fn ms(ms: f64) -> Time {
+    Time::from_ms(ms)
+}
+
+#[test]
+fn two_replicas_follow_the_lecture() {
+    // Warm when the queues differ by less than the prefill that the hit saves: all but the last block of 4,400 tokens.
+    let saved = step().prefill_ms(Tokens(4400), Tokens(0)) - step().prefill_ms(Tokens(16), Tokens(4384));
+    for queue_tokens in [2000u32, 4200, 4600, 6000] {
+        let mut router = router(PolicyName::Price, OWN_ONLY, 2);
+        send(&mut router, 1, 1, 4400, 0, 2, Time::ZERO);
+        end(&mut router, 1, ms(500.0));
+        send(&mut router, 2, 2, queue_tokens, 0, 2, ms(1000.0));
+        let queue = step().prefill_ms(Tokens(queue_tokens), Tokens(0));
+        let warm = chosen(&router.place(arrival(3, 1, 4400), ms(1000.0))) == 0;
+        assert_eq!(warm, queue < saved, "queue {queue} ms, saved {saved} ms");
+    }
+}
+
+#[test]
+fn a_request_that_no_replica_can_hold_is_refused_with_what_would_fit() {
+    let mut router = router(PolicyName::Price, PriceWeights::default(), 2);
+    assert_eq!(
+        router.place(arrival(1, 1, 20_000), Time::ZERO),
+        Verdict::Refuse(Refusal::TooLong { prompt: Tokens(20_000), limit: Tokens(20_000) })
+    );
+    for id in 0..2 {
+        router.upsert_replica(ReplicaSpec { kv_blocks: Blocks(100), ..spec(id) }, Time::ZERO);
+    }
+    let refusal = Refusal::NeverFits { needed: Blocks(101), limit: Blocks(100), fits: Tokens(1600) };
+    assert!(refusal.to_string().contains("1600 tokens"));
+    assert_eq!(router.place(arrival(2, 1, 1600), Time::ZERO), Verdict::Refuse(refusal));
+    let asks_too_much = Arrival { max_output: Some(Tokens(1000)), ..arrival(3, 1, 800) };
+    assert!(matches!(router.place(asks_too_much, Time::ZERO), Verdict::Refuse(Refusal::NeverFits { .. })));
+    assert!(matches!(router.place(arrival(4, 1, 1599), Time::ZERO), Verdict::Run(_)));
+}
+
+#[test]
+fn a_prompt_goes_to_the_only_replica_that_can_hold_it() {
+    for policy in PolicyName::ALL {
+        let mut router = router(*policy, PriceWeights::default(), 3);
+        router.upsert_replica(ReplicaSpec { kv_blocks: Blocks(40), ..spec(0) }, Time::ZERO);
+        router.upsert_replica(ReplicaSpec { max_model_len: Tokens(600), ..spec(2) }, Time::ZERO);
+        for request in 0..20 {
+            let session = Some(request);
+            let verdict = router.place(Arrival { session, ..arrival(request, 1, 1000) }, ms(request as f64));
+            assert_eq!(chosen(&verdict), 1, "{policy}");
+        }
+    }
+}
+
+#[test]
+fn blocks_in_use_are_waited_for_or_avoided() {
+    let mut router = router(PolicyName::Price, OWN_ONLY, 2);
+    // Replica 0 runs a request that holds nearly all its blocks; it is past its prefill, so its queue is empty.
+    send(&mut router, 1, 1, 18_000, 0, 2, Time::ZERO);
+    router.first_token(RequestId(1), None, ms(900.0));
+    router.output_tokens(RequestId(1), 1, ms(900.0));
+    send(&mut router, 2, 2, 300, 1, 2, ms(1000.0));
+    assert_eq!(chosen(&router.place(arrival(3, 3, 16_000), ms(1000.0))), 1);
+    let record = router.decision(RequestId(3)).unwrap();
+    assert!(record.quotes[0].terms.wait > 0.0, "{record:?}");
+}
+
+#[test]
+fn replicas_that_are_not_ready_or_excluded_get_nothing() {
+    for policy in PolicyName::ALL {
+        let mut router = router(*policy, PriceWeights::default(), 5);
+        router.set_state(ReplicaId(0), ReplicaState::Draining, Time::ZERO);
+        router.set_state(ReplicaId(1), ReplicaState::Suspect, Time::ZERO);
+        router.set_state(ReplicaId(2), ReplicaState::Dead, Time::ZERO);
+        for request in 0..40 {
+            let excluded = vec![ReplicaId(3)];
+            let verdict = router.place(Arrival { excluded, session: Some(request), ..arrival(request, 1, 200) }, ms(request as f64));
+            assert_eq!(chosen(&verdict), 4, "{policy}");
+        }
+    }
+}
+
+#[test]
+fn held_requests_leave_by_importance_when_a_replica_is_back_and_are_shed_when_none_is() {
+    let config = RouterConfig { held_max: 2, held_for: Duration::from_secs(5), ..RouterConfig::default() };
+    let mut router = Router::new(config, 1);
+    assert_eq!(router.place(arrival(0, 1, 100), Time::ZERO), Verdict::Refuse(Refusal::NoReplica));
+    router.upsert_replica(spec(0), Time::ZERO);
+    router.set_state(ReplicaId(0), ReplicaState::Suspect, Time::ZERO);
+    assert_eq!(router.place(Arrival { priority: Priority(5), ..arrival(1, 1, 100) }, Time::ZERO), Verdict::Hold);
+    assert_eq!(router.place(arrival(2, 2, 100), ms(10.0)), Verdict::Hold);
+    assert!(matches!(router.place(arrival(3, 3, 100), ms(20.0)), Verdict::Refuse(Refusal::Overloaded { .. })), "the queue is full");
+    assert!(router.released(ms(100.0)).is_empty());
+    router.set_state(ReplicaId(0), ReplicaState::Ready, ms(200.0));
+    let order: Vec<u64> = router.released(ms(200.0)).iter().map(|(request, _)| request.0).collect();
+    assert_eq!(order, [2, 1]);
+
+    router.set_state(ReplicaId(0), ReplicaState::Suspect, ms(300.0));
+    assert_eq!(router.place(arrival(4, 4, 100), ms(300.0)), Verdict::Hold);
+    let deadline = router.next_timeout().unwrap();
+    assert_eq!(deadline, ms(5300.0));
+    assert!(matches!(router.released(deadline)[..], [(RequestId(4), Verdict::Refuse(Refusal::Overloaded { .. }))]));
+    assert_eq!((router.held(), router.next_timeout()), (0, None));
+}
+
+#[test]
+fn a_request_is_not_bound_to_a_long_queue_before_it_shortens() {
+    let mut router = Router::new(RouterConfig { bind_within: Some(Duration::from_millis(200)), ..RouterConfig::default() }, 1);
+    router.upsert_replica(spec(0), Time::ZERO);
+    assert_eq!(chosen(&router.place(arrival(1, 1, 10_000), Time::ZERO)), 0);
+    assert_eq!(router.place(arrival(2, 2, 500), ms(1.0)), Verdict::Hold);
+    assert!(router.released(ms(2.0)).is_empty());
+    // 10,000 tokens take 385 ms; at 185 ms of them the rest is within the bound.
+    let at = router.next_timeout().unwrap();
+    assert!(at > ms(150.0) && at < ms(250.0), "{at}");
+    assert!(matches!(router.released(at)[..], [(RequestId(2), Verdict::Run(_))]));
+}
+
+#[test]
+fn a_retry_books_once() {
+    let mut router = router(PolicyName::LeastOutstanding, PriceWeights::default(), 2);
+    let first = chosen(&router.place(arrival(1, 1, 500), Time::ZERO));
+    let excluded = vec![ReplicaId(first)];
+    let second = chosen(&router.place(Arrival { excluded, ..arrival(1, 1, 500) }, ms(5.0)));
+    assert_ne!(first, second);
+    assert_eq!(router.fleet(ms(5.0)).iter().map(|replica| replica.in_flight).sum::<u32>(), 1);
+    router.finished(RequestId(1), Outcome::Finished, None, ms(9.0));
+    assert!(router.fleet(ms(9.0)).iter().all(|replica| replica.in_flight == 0));
+}
+
+#[test]
+fn what_a_lost_replica_had_not_computed_is_not_believed_to_be_there() {
+    let mut router = router(PolicyName::Price, OWN_ONLY, 2);
+    send(&mut router, 1, 1, 4000, 0, 2, Time::ZERO);
+    router.finished(RequestId(1), Outcome::Failed, None, ms(10.0));
+    assert_eq!(router.index().matches(&keys(1, 4000)), [0, 0]);
+    // Of a request that reached its first token, the prompt is there.
+    send(&mut router, 2, 2, 4000, 0, 2, ms(20.0));
+    router.first_token(RequestId(2), None, ms(200.0));
+    router.finished(RequestId(2), Outcome::Cancelled, None, ms(210.0));
+    assert_eq!(router.index().matches(&keys(2, 4000))[0], 250);
+}
+
+#[test]
+fn a_new_incarnation_begins_with_empty_books_and_old_flights_end_quietly() {
+    let mut router = router(PolicyName::Price, PriceWeights::default(), 1);
+    assert_eq!(chosen(&router.place(arrival(1, 1, 4000), Time::ZERO)), 0);
+    router.upsert_replica(ReplicaSpec { incarnation: Incarnation(2), ..spec(0) }, ms(10.0));
+    let fleet = router.fleet(ms(10.0));
+    assert_eq!((fleet[0].in_flight, fleet[0].kv_blocks_indexed), (0, 0));
+    router.first_token(RequestId(1), None, ms(11.0));
+    router.finished(RequestId(1), Outcome::Failed, None, ms(12.0));
+    assert_eq!(router.fleet(ms(12.0))[0].in_flight, 0);
+}
+
+#[test]
+fn events_correct_what_dispatches_made_the_router_believe() {
+    let mut router = router(PolicyName::Price, OWN_ONLY, 2);
+    send(&mut router, 1, 1, 1600, 0, 2, Time::ZERO);
+    end(&mut router, 1, ms(100.0));
+    let tokens: Vec<u32> = (0..1600).map(|place| 100_000 + place).collect();
+    let stored =
+        KvEvent::Stored { hashes: (0..100).map(EngineHash).collect(), parent: None, tokens, block_size: SIZE, adapter: None, salt: None };
+    let removed = KvEvent::Removed { hashes: (60..100).rev().map(EngineHash).collect() };
+    let batch = KvEventBatch { sequence: 0, timestamp_s: 0.0, events: vec![stored, removed], dp_rank: None };
+    router.kv_events(ReplicaId(0), Incarnation(1), &batch, ms(200.0));
+    router.place(arrival(2, 1, 1600), ms(300.0));
+    let record = router.decision(RequestId(2)).unwrap();
+    assert_eq!(record.quotes[0].hit_tokens, Tokens(960));
+}
+
+#[test]
+fn a_hit_counts_half_while_events_are_missing() {
+    let mut router = router(PolicyName::Price, OWN_ONLY, 1);
+    assert_eq!(chosen(&router.place(arrival(1, 1, 4000), Time::ZERO)), 0);
+    end(&mut router, 1, ms(200.0));
+    let batch = KvEventBatch { sequence: 3, timestamp_s: 0.0, events: vec![], dp_rank: None };
+    router.kv_events(ReplicaId(0), Incarnation(1), &batch, ms(300.0));
+    router.place(arrival(2, 1, 4000), ms(300.0));
+    let record = router.decision(RequestId(2)).unwrap();
+    let (hit, miss) = (step().prefill_ms(Tokens(16), Tokens(3984)), step().prefill_ms(Tokens(4000), Tokens(0)));
+    assert!((record.quotes[0].terms.prefill - (hit + miss) / 2.0).abs() < 1e-6);
+    assert!(router.fleet(ms(300.0))[0].index_doubtful);
+}
+
+#[test]
+fn a_record_tells_quotes_outcome_and_regret() {
+    let mut router = router(PolicyName::Price, PriceWeights::default(), 2);
+    let replica = chosen(&router.place(arrival(1, 1, 4096), Time::ZERO));
+    router.first_token(RequestId(1), Some(Tokens(0)), ms(200.0));
+    router.output_tokens(RequestId(1), 9, ms(300.0));
+    router.finished(RequestId(1), Outcome::Finished, None, ms(400.0));
+    let record = router.decision(RequestId(1)).unwrap();
+    assert_eq!((record.chosen.0, record.runner_up.unwrap().0), (replica, 1 - replica));
+    assert_eq!((record.realised.output_tokens, record.realised.outcome), (9, Some("finished")));
+    // The other one was idle, too: 129.4 ms predicted there.
+    assert!((record.regret_ms.unwrap() - (200.0 - 129.4)).abs() < 0.1, "{:?}", record.regret_ms);
+    assert!((record.predicted_ttft_ms - 129.4).abs() < 0.1);
+}
+
+#[test]
+fn the_log_keeps_the_latest_decisions_only() {
+    let config = RouterConfig { decisions_kept: 3, ..RouterConfig::default() };
+    let mut router = Router::new(config, 1);
+    router.upsert_replica(spec(0), Time::ZERO);
+    for request in 0..10 {
+        router.place(arrival(request, 1, 100), ms(request as f64));
+    }
+    let latest: Vec<u64> = router.decisions(100).iter().map(|record| record.request.0).collect();
+    assert_eq!(latest, [9, 8, 7]);
+    assert!(router.decision(RequestId(2)).is_none());
+}
+
+#[test]
+fn a_reported_backlog_of_others_is_part_of_the_wait() {
+    let mut router = router(PolicyName::Price, OWN_ONLY, 2);
+    let report = LoadReport { taken_at: ms(5.0), waiting: 3, running: 0, kv_blocks_free: Blocks(2000), prefill_backlog: Tokens(10_000) };
+    router.report(ReplicaId(0), report, ms(5.0));
+    for request in 0..2 {
+        assert_eq!(chosen(&router.place(arrival(request, request as u32, 1000), ms(6.0))), 1);
+    }
+}
+
+#[test]
+fn sessions_stay_and_start_where_fewest_live() {
+    let mut router = router(PolicyName::Price, PriceWeights::default(), 4);
+    let place = |router: &mut Router, session: u64, step: u64, now: f64| {
+        let request = session * 100 + step;
+        let tokens = 1000 + 400 * step as u32;
+        let verdict = router.place(Arrival { session: Some(session), ..arrival(request, session as u32, tokens) }, ms(now));
+        end(router, request, ms(now + 200.0));
+        chosen(&verdict)
+    };
+    let homes: Vec<u32> = (0..12).map(|session| place(&mut router, session, 0, 300.0 * session as f64)).collect();
+    let mut count = [0; 4];
+    homes.iter().for_each(|home| count[*home as usize] += 1);
+    assert_eq!(count, [3; 4]);
+    for step in 1..4 {
+        for session in 0..12 {
+            let now = 4000.0 * step as f64 + 300.0 * session as f64;
+            assert_eq!(place(&mut router, session, step, now), homes[session as usize]);
+        }
+    }
+}
+
+#[test]
+fn a_shared_prefix_under_load_is_copied_and_the_copy_is_booked_and_let_go() {
+    let mut router = router(PolicyName::Price, PriceWeights::default(), 3);
+    let in_flight = |router: &Router| router.fleet(ms(900.0)).iter().map(|replica| replica.in_flight).sum::<u32>();
+    let root = KeyDomain { model: "", adapter: None, salt: None }.root();
+    let shared = |own: u32| -> Arc<[BlockKey]> {
+        let tokens: Vec<u32> = (0..4096).chain((0..320).map(|place| 1_000_000 + own * 1000 + place)).collect();
+        chain_keys(root, &tokens, SIZE).into()
+    };
+    let mut copies = Vec::new();
+    for request in 0..40 {
+        // The first two make the prefix and its branch; the others come faster than one replica takes them.
+        let at = if request < 2 { 300.0 * request as f64 } else { 600.0 + 6.0 * request as f64 };
+        let wanted = Arrival { keys: shared(request as u32), ..arrival(request, 0, 4416) };
+        let Verdict::Run(placed) = router.place(wanted, ms(at)) else { panic!("placed") };
+        copies.extend(placed.copy);
+        if request < 2 {
+            end(&mut router, request, ms(at + 200.0));
+        }
+    }
+    let copy = copies.first().expect("the queue's rent has bought a copy");
+    assert_eq!(copy.blocks, 256);
+    assert_eq!(in_flight(&router) as usize, 38 + copies.len());
+    for copy in &copies {
+        router.finished(copy.request, Outcome::Cancelled, None, ms(900.0));
+    }
+    assert_eq!(in_flight(&router), 38);
+}
+
+#[test]
+fn the_asked_output_length_beyond_the_mean_changes_no_quote() {
+    let quotes = |max_output: Option<Tokens>| {
+        let mut router = router(PolicyName::Price, PriceWeights::default(), 3);
+        for request in 0..6 {
+            router.place(arrival(request, request as u32, 2000), ms(10.0 * request as f64));
+        }
+        end(&mut router, 0, ms(100.0));
+        router.place(Arrival { max_output, ..arrival(9, 9, 500) }, ms(120.0));
+        router.decision(RequestId(9)).unwrap().quotes.clone()
+    };
+    assert_eq!(quotes(None), quotes(Some(Tokens(5000))));
+}
+
+#[test]
+fn each_baseline_follows_its_own_signal() {
+    let pick = |policy: PolicyName| {
+        let mut router = router(policy, PriceWeights::default(), 3);
+        // 0: warm and busy; 1: two small requests; 2: one that holds most blocks.
+        send(&mut router, 1, 1, 3000, 0, 3, Time::ZERO);
+        for request in 2..5 {
+            send(&mut router, request, request as u32 + 10, 40, 0, 3, Time::ZERO);
+        }
+        for request in 5..7 {
+            send(&mut router, request, request as u32 + 10, 40, 1, 3, Time::ZERO);
+        }
+        send(&mut router, 7, 30, 19_000, 2, 3, Time::ZERO);
+        chosen(&router.place(arrival(20, 1, 15_000), ms(1.0)))
+    };
+    assert_eq!(pick(PolicyName::LongestPrefix), 0);
+    assert_eq!(pick(PolicyName::LeastOutstanding), 2);
+    assert_eq!(pick(PolicyName::LeastKv), 1);
+    assert_eq!(pick(PolicyName::CheapSignals), 1, "what does not fit on 2 outweighs any queue");
+}
+
+proptest! {
+    /// Any life of requests leaves no trace in the books.
+    #[test]
+    fn the_books_are_empty_when_nothing_is_in_flight(
+        lives in prop::collection::vec((0u32..4, 40u32..3000, 0u8..6, 1u32..40), 1..40),
+        discipline in prop_oneof![
+            Just(Discipline::Serial),
+            Just(Discipline::Chunked { budget: Tokens(512) }),
+            Just(Discipline::Interleaved { budget: Tokens(512), long_chunk: Tokens(256) }),
+        ],
+        seed in any::<u64>(),
+    ) {
+        let mut router = Router::new(RouterConfig { bind_within: Some(Duration::from_millis(50)), ..RouterConfig::default() }, seed);
+        for id in 0..3 {
+            router.upsert_replica(ReplicaSpec { discipline, kv_blocks: Blocks(300), ..spec(id) }, Time::ZERO);
+        }
+        let mut now = 0.0;
+        let mut open: Vec<RequestId> = Vec::new();
+        let take = |verdict: &Verdict, request: RequestId, open: &mut Vec<RequestId>| {
+            if let Verdict::Run(placed) = verdict {
+                open.extend(placed.copy.as_ref().map(|copy| copy.request));
+            }
+            open.push(request);
+        };
+        for (place, (text, tokens, life, output)) in lives.into_iter().enumerate() {
+            now += f64::from(tokens) / 20.0;
+            let request = RequestId(place as u64);
+            let verdict = router.place(Arrival { session: (text > 1).then_some(u64::from(text)), ..arrival(request.0, text, tokens) }, ms(now));
+            take(&verdict, request, &mut open);
+            if life > 0 && let Some(oldest) = open.first().copied() {
+                if life > 1 {
+                    router.output_tokens(oldest, u32::from(life == 5), ms(now));
+                    router.first_token(oldest, None, ms(now));
+                    router.output_tokens(oldest, output, ms(now));
+                }
+                let outcome = [Outcome::Failed, Outcome::Cancelled, Outcome::Finished][usize::from(life % 3)];
+                router.finished(oldest, outcome, None, ms(now));
+                open.remove(0);
+            }
+            for (request, verdict) in router.released(ms(now)) {
+                prop_assert!(matches!(verdict, Verdict::Run(_)));
+                open.retain(|other| *other != request);
+                take(&verdict, request, &mut open);
+            }
+        }
+        for request in open {
+            router.finished(request, Outcome::Cancelled, None, ms(now));
+        }
+        prop_assert_eq!(router.held(), 0);
+        for replica in router.fleet(ms(now)) {
+            prop_assert_eq!((replica.in_flight, replica.prefilling), (0, 0));
+            prop_assert!(replica.queue_ms == 0.0);
+            prop_assert_eq!(replica.kv_blocks_free, replica.kv_blocks_total);
+        }
+    }
+
+    /// Replica 2 stays idle, so that the least wait is zero in both worlds.
+    #[test]
+    fn a_longer_queue_never_lowers_a_quote(queued in 100u32..8000, tokens in 100u32..8000) {
+        let quote = |to: u32| {
+            let mut router = router(PolicyName::Price, PriceWeights::default(), 3);
+            send(&mut router, 1, 1, queued, to, 3, Time::ZERO);
+            router.place(arrival(2, 2, tokens), ms(1.0));
+            total_ms(&router, 2, 0)
+        };
+        prop_assert!(quote(0) >= quote(1) - 1e-9);
+    }
+
+    #[test]
+    fn a_longer_hit_never_raises_a_quote(hit_blocks in 1u32..200, more in 0u32..50) {
+        let quote = |blocks: u32| {
+            let mut router = router(PolicyName::Price, PriceWeights::default(), 3);
+            send(&mut router, 1, 1, blocks * 16, 0, 3, Time::ZERO);
+            end(&mut router, 1, ms(300.0));
+            router.place(arrival(2, 1, 250 * 16 + 5), ms(1000.0));
+            let record = router.decision(RequestId(2)).unwrap();
+            record.quotes[0].terms.wait + record.quotes[0].terms.prefill + record.quotes[0].terms.delay
+        };
+        prop_assert!(quote(hit_blocks + more) <= quote(hit_blocks) + 1e-6);
+    }
+
+    #[test]
+    fn names_of_replicas_do_not_matter(
+        queues in prop::collection::vec(50u32..6000, 4),
+        tokens in 100u32..6000,
+        rotation in 0u32..4,
+    ) {
+        // The mean output is unknown, so ties are the only draws; quotes within a tie are left out.
+        let world = |shift: u32| {
+            let mut router = router(PolicyName::Price, PriceWeights::default(), 4);
+            for (place, queued) in queues.iter().enumerate() {
+                send(&mut router, place as u64, place as u32, *queued, (place as u32 + shift) % 4, 4, Time::ZERO);
+            }
+            let to = chosen(&router.place(arrival(9, 9, tokens), ms(1.0)));
+            let mut totals: Vec<f64> = (0..4).map(|place| total_ms(&router, 9, (place + shift) % 4)).collect();
+            let original = (to + 4 - shift) % 4;
+            let by_place = totals.clone();
+            totals.sort_by(f64::total_cmp);
+            (original, by_place, totals[1] - totals[0])
+        };
+        let (here, quotes, margin) = world(0);
+        let (there, rotated, _) = world(rotation);
+        for (a, b) in quotes.iter().zip(&rotated) {
+            prop_assert!((a - b).abs() < 1e-6 * (1.0 + a.abs()));
+        }
+        if margin > 1.5 {
+            prop_assert_eq!(here, there);
+        }
+    }
+
+    #[test]
+    fn equal_seeds_decide_equally(policy in prop::sample::select(PolicyName::ALL), tokens in prop::collection::vec(40u32..2000, 1..30), seed in any::<u64>()) {
+        let decisions = || {
+            let mut router = Router::new(RouterConfig { policy, ..RouterConfig::default() }, seed);
+            for id in 0..5 {
+                router.upsert_replica(spec(id), Time::ZERO);
+            }
+            tokens.iter().enumerate().map(|(place, tokens)| router.place(arrival(place as u64, place as u32 % 3, *tokens), ms(place as f64))).collect::<Vec<_>>()
+        };
+        prop_assert_eq!(decisions(), decisions());
+    }
+}
