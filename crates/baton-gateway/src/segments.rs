@@ -59,7 +59,9 @@ impl Segments {
             return None;
         }
         let mut begins = Box::new([false; 256]);
-        specials.iter().for_each(|(text, _)| begins[usize::from(text.as_bytes()[0])] = true);
+        for (text, _) in &specials {
+            begins[usize::from(text.as_bytes()[0])] = true;
+        }
         Some(Self { tokenizer, specials, begins, pieces: Mutex::default() })
     }
 
