@@ -182,12 +182,12 @@ fn announcement(args: &BenchArgs, generator: &Generator, plan: &Plan, target: &T
     };
     let name = args.workload.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
     let sessions = plan.sessions.len();
+    let each = if plan.requests() > sessions { format!(" with {} requests", plan.requests()) } else { String::new() };
     let mut text = format!(
-        "{name} on {} ({:.2} tokens a word): {sessions} {unit}, {} requests, prompts of up to {} tokens, {} in all\n\
+        "{name} on {} ({:.2} tokens a word): {sessions} {unit}{each}, prompts of up to {} tokens, {} in all\n\
          the same load again: --workload {name} {flag} {sessions} --scale-shape {} --rate {} --think-scale {} --seed {}",
         target.model,
         target.writer.tokens_per_word(),
-        plan.requests(),
         volume.context_max,
         volume.prompt,
         generator.scale,
