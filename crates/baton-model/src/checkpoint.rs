@@ -13,6 +13,8 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::ModelError;
 use crate::architecture::Architecture;
+use crate::format::BLOCK;
+use crate::matrix::packed_bytes;
 use crate::quant::dequantise;
 
 /// The tensors of a model.
@@ -128,6 +130,12 @@ impl Checkpoint {
     /// Values in all tensors.
     pub(crate) fn parameters(&self) -> u64 {
         self.tensors.iter().map(|entry| entry.rows as u64 * entry.columns as u64).sum()
+    }
+
+    /// Bytes that the matrices take once packed.
+    pub(crate) fn packed_bytes(&self) -> usize {
+        let whole = |entry: &&Entry| entry.rows > 1 && entry.columns.is_multiple_of(entry.kind.block_len().max(BLOCK));
+        self.tensors.iter().filter(whole).map(|entry| packed_bytes(entry.kind, entry.rows, entry.columns)).sum()
     }
 
     /// Bytes of all tensors.

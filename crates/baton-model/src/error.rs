@@ -32,8 +32,10 @@ pub enum ModelError {
     Dtype { name: String, kind: String },
     #[error("{what} is {value}, it must be {rule}")]
     Setting { what: &'static str, value: u64, rule: &'static str },
-    #[error("{blocks} blocks of {block_bytes} bytes of KV exceed the address space; use fewer blocks")]
+    #[error("the system gives no memory for {blocks} blocks of {block_bytes} bytes of KV; use fewer blocks")]
     KvTooLarge { blocks: usize, block_bytes: usize },
+    #[error("the system gives no memory for {bytes} bytes of weights; use a smaller model")]
+    WeightsTooLarge { bytes: usize },
     #[error("this machine has no {path} instructions; leave the kernel path unset to take the fastest that it has")]
     NoKernel { path: KernelPath },
 }

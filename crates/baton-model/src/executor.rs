@@ -65,12 +65,16 @@ impl CpuExecutor {
         }
         let positions = max_model_len.min(config.blocks.saturating_mul(config.block_size));
         let model = Model::new(checkpoint, positions)?;
-        let layout =
-            KvLayout { block_size: config.block_size, kv_heads: model.architecture.kv_heads, head_dim: model.architecture.head_dim };
+        let layout = KvLayout {
+            layers: model.layers.len(),
+            block_size: config.block_size,
+            kv_heads: model.architecture.kv_heads,
+            head_dim: model.architecture.head_dim,
+        };
         Ok(Self {
             machine,
             pool: Pool::new(config.threads),
-            kv: KvCache::new(model.layers.len(), layout, config.blocks)?,
+            kv: KvCache::new(layout, config.blocks)?,
             scratch: Scratch::default(),
             sampling: Sampling::default(),
             numerics_id: model.numerics_id(),

@@ -86,15 +86,14 @@ impl Forward<'_> {
         let group = width / layout.kv_heads;
         let output = SharedRows::new(attention, width);
         let tokens: Vec<(&Span<'_>, usize)> = spans.iter().flat_map(|span| (0..span.tokens.len()).map(move |i| (span, i))).collect();
-        let layer = kv.layer(index);
         self.pool.run(tokens.len() * layout.kv_heads, |part| {
             let (token, kv_head) = (part / layout.kv_heads, part % layout.kv_heads);
             let (span, offset) = tokens[token];
             let columns = kv_head * group..(kv_head + 1) * group;
             let context = Context {
                 layout,
-                keys: &layer.keys,
-                values: &layer.values,
+                kv: kv.floats(),
+                layer: index,
                 blocks: span.blocks,
                 kv_head,
                 positions: span.start + offset + 1,
@@ -144,6 +143,7 @@ impl Forward<'_> {
         self.pool.run(parts.len(), |part| {
             let (index, panels) = parts[part].clone();
             let (weights, output) = &outputs[index];
+            let weights = self.model.packed(weights);
             self.machine.run(Multiply { weights, panels, input, output });
         });
     }

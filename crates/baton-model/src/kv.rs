@@ -1,14 +1,16 @@
 use std::ops::Range;
 
 use crate::ModelError;
+use crate::memory::Memory;
 use crate::simd::LANES;
 
-/// Where keys and values of one layer lie.
+/// Where keys and values lie: `[block][layer]`, and in it keys `[kv head][group][dimension][16 positions]`, so that a vector of
+/// scores is one chain over dimensions, then values `[kv head][position][dimension]`.
 ///
-/// Keys are `[block][kv head][group][dimension][16 positions]`, so that a vector of scores is one chain over dimensions; values
-/// are `[block][kv head][position][dimension]`. A group is 16 positions of a block, the last one padded.
+/// A group is 16 positions of a block, the last one padded. A block is one piece of memory over all layers, to be copied whole.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct KvLayout {
+    pub(crate) layers: usize,
     pub(crate) block_size: usize,
     pub(crate) kv_heads: usize,
     /// A multiple of [`LANES`].
@@ -16,87 +18,90 @@ pub(crate) struct KvLayout {
 }
 
 impl KvLayout {
+    /// Groups of a block.
+    #[inline(always)]
     pub(crate) fn groups(self) -> usize {
         self.block_size.div_ceil(LANES)
     }
 
-    fn key_block_len(self) -> usize {
+    fn keys_len(self) -> usize {
         self.kv_heads * self.groups() * self.head_dim * LANES
     }
 
-    fn value_block_len(self) -> usize {
+    fn values_len(self) -> usize {
         self.kv_heads * self.block_size * self.head_dim
+    }
+
+    fn block_len(self) -> usize {
+        self.layers * (self.keys_len() + self.values_len())
+    }
+
+    #[inline(always)]
+    fn layer_start(self, block: u32, layer: usize) -> usize {
+        (block as usize * self.layers + layer) * (self.keys_len() + self.values_len())
     }
 
     /// Keys of one group, `[dimension][16 positions]`.
     #[inline(always)]
-    pub(crate) fn keys(self, block: u32, kv_head: usize, group: usize) -> Range<usize> {
+    pub(crate) fn keys(self, block: u32, layer: usize, kv_head: usize, group: usize) -> Range<usize> {
         let len = self.head_dim * LANES;
-        let start = block as usize * self.key_block_len() + (kv_head * self.groups() + group) * len;
+        let start = self.layer_start(block, layer) + (kv_head * self.groups() + group) * len;
         start..start + len
     }
 
     /// Values of one block, `[position][dimension]`.
     #[inline(always)]
-    pub(crate) fn values(self, block: u32, kv_head: usize) -> Range<usize> {
+    pub(crate) fn values(self, block: u32, layer: usize, kv_head: usize) -> Range<usize> {
         let len = self.block_size * self.head_dim;
-        let start = block as usize * self.value_block_len() + kv_head * len;
+        let start = self.layer_start(block, layer) + self.keys_len() + kv_head * len;
         start..start + len
     }
 }
 
-/// Keys and values of all layers in f32.
+/// Keys and values of all blocks in f32.
 pub(crate) struct KvCache {
     layout: KvLayout,
-    layers: Vec<KvLayer>,
-}
-
-pub(crate) struct KvLayer {
-    pub(crate) keys: Vec<f32>,
-    pub(crate) values: Vec<f32>,
+    memory: Memory,
 }
 
 impl KvCache {
-    /// The memory is zeroed by the system when first touched, so a block costs nothing before it is used.
-    pub(crate) fn new(layers: usize, layout: KvLayout, blocks: usize) -> Result<Self, ModelError> {
-        let block_bytes = layers * (layout.key_block_len() + layout.value_block_len()) * size_of::<f32>();
-        if block_bytes.checked_mul(blocks).is_none_or(|bytes| bytes > isize::MAX as usize) {
-            return Err(ModelError::KvTooLarge { blocks, block_bytes });
-        }
-        let layer = || KvLayer { keys: vec![0.0; blocks * layout.key_block_len()], values: vec![0.0; blocks * layout.value_block_len()] };
-        Ok(Self { layout, layers: (0..layers).map(|_| layer()).collect() })
+    pub(crate) fn new(layout: KvLayout, blocks: usize) -> Result<Self, ModelError> {
+        let block_bytes = layout.block_len() * size_of::<f32>();
+        let bytes = block_bytes.checked_mul(blocks).filter(|&bytes| isize::try_from(bytes).is_ok());
+        let memory = bytes.and_then(|bytes| Memory::zeroed(bytes).ok());
+        let memory = memory.ok_or(ModelError::KvTooLarge { blocks, block_bytes })?;
+        Ok(Self { layout, memory })
     }
 
     pub(crate) fn layout(&self) -> KvLayout {
         self.layout
     }
 
-    pub(crate) fn layer(&self, layer: usize) -> &KvLayer {
-        &self.layers[layer]
+    /// All of it, in the order of the layout.
+    pub(crate) fn floats(&self) -> &[f32] {
+        self.memory.floats()
     }
 
-    /// Stores one token's keys and values, each `[kv head][dimension]`.
+    /// Stores one token's keys and values of one layer, each `[kv head][dimension]`.
     pub(crate) fn write(&mut self, layer: usize, blocks: &[u32], position: usize, keys: &[f32], values: &[f32]) {
         let layout = self.layout;
         let (block, offset) = (blocks[position / layout.block_size], position % layout.block_size);
-        let layer = &mut self.layers[layer];
+        let memory = self.memory.floats_mut();
         for (kv_head, key) in keys.chunks_exact(layout.head_dim).enumerate() {
-            let group = &mut layer.keys[layout.keys(block, kv_head, offset / LANES)];
+            let group = &mut memory[layout.keys(block, layer, kv_head, offset / LANES)];
             for (lanes, &value) in group.chunks_exact_mut(LANES).zip(key) {
                 lanes[offset % LANES] = value;
             }
         }
         for (kv_head, value) in values.chunks_exact(layout.head_dim).enumerate() {
-            layer.values[layout.values(block, kv_head)][offset * layout.head_dim..][..layout.head_dim].copy_from_slice(value);
+            let values = &mut memory[layout.values(block, layer, kv_head)];
+            values[offset * layout.head_dim..][..layout.head_dim].copy_from_slice(value);
         }
     }
 
-    /// Copies a whole block of every layer.
+    /// Copies a whole block.
     pub(crate) fn copy(&mut self, from: u32, to: u32) {
-        let (key_len, value_len) = (self.layout.key_block_len(), self.layout.value_block_len());
-        for layer in &mut self.layers {
-            layer.keys.copy_within(from as usize * key_len..(from as usize + 1) * key_len, to as usize * key_len);
-            layer.values.copy_within(from as usize * value_len..(from as usize + 1) * value_len, to as usize * value_len);
-        }
+        let len = self.layout.block_len();
+        self.memory.floats_mut().copy_within(from as usize * len..(from as usize + 1) * len, to as usize * len);
     }
 }

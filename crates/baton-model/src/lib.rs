@@ -21,6 +21,7 @@ mod forward;
 mod kernels;
 mod kv;
 mod matrix;
+mod memory;
 mod model;
 mod pool;
 mod quant;

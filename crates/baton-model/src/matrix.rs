@@ -1,9 +1,11 @@
 use baton_gguf::TensorKind;
 use half::f16;
 
+use crate::ModelError;
 use crate::format::{
     BLOCK, Brain, Bytes, CENTRE, FineBytes, Format, Half, HalfScale, HalfScaleMin, Nibbles, Packed, Single, SingleScaleMin, Unscaled,
 };
+use crate::memory::Memory;
 use crate::quant::{self, Decoded};
 use crate::simd::LANES;
 
@@ -63,42 +65,61 @@ macro_rules! with_format {
 }
 pub(crate) use with_format;
 
-/// A cache line, so that panels start on one.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-struct Line([u8; 64]);
-
-/// Weights `[rows][columns]` (outputs by inputs) in panels of [`LANES`] rows; rows past the last are zero.
+/// Weights `[rows][columns]` (outputs by inputs) in panels of [`LANES`] rows; rows past the last are zero. The panels lie in an
+/// [`Arena`].
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Matrix {
     kind: TensorKind,
     rows: usize,
     columns: usize,
+    start: usize,
     panel_bytes: usize,
-    lines: Vec<Line>,
 }
 
-impl Matrix {
+/// Room for the packed weights of a model, in one piece so that huge pages serve.
+pub(crate) struct Arena {
+    memory: Memory,
+    used: usize,
+}
+
+impl Arena {
+    pub(crate) fn new(bytes: usize) -> Result<Self, ModelError> {
+        let memory = Memory::zeroed(bytes).map_err(|_| ModelError::WeightsTooLarge { bytes })?;
+        Ok(Self { memory, used: 0 })
+    }
+
     /// Packs row-major bytes of the file. `order` gives, for each row of the matrix, the row of the file.
     ///
     /// `columns` must be a multiple of the file's block and of 32.
-    pub(crate) fn pack(kind: TensorKind, rows: usize, columns: usize, bytes: &[u8], order: impl Fn(usize) -> usize) -> Self {
-        assert!(columns.is_multiple_of(32) && columns.is_multiple_of(kind.block_len()), "columns were checked when the tensor was found");
+    pub(crate) fn pack(&mut self, kind: TensorKind, [rows, columns]: [usize; 2], bytes: &[u8], order: impl Fn(usize) -> usize) -> Matrix {
         let row_bytes = columns / kind.block_len() * kind.block_bytes();
-        let panel_bytes = with_format!(kind, F => columns / BLOCK * F::BYTES).next_multiple_of(64);
-        let panels = rows.div_ceil(LANES);
-        let mut matrix = Self { kind, rows, columns, panel_bytes, lines: vec![Line([0; 64]); panels * panel_bytes / 64] };
+        let panel_bytes = panel_bytes(kind, columns);
+        let matrix = Matrix { kind, rows, columns, start: self.used, panel_bytes };
+        self.used += packed_bytes(kind, rows, columns);
         for row in 0..rows {
             let from = &bytes[order(row) * row_bytes..][..row_bytes];
-            let panel = &mut matrix.bytes_mut()[row / LANES * panel_bytes..][..panel_bytes];
+            let panel = &mut self.memory.bytes_mut()[matrix.start + row / LANES * panel_bytes..][..panel_bytes];
             with_format!(kind, F => pack_row::<F>(kind, from, row % LANES, panel));
         }
         matrix
     }
 
-    pub(crate) fn kind(&self) -> TensorKind {
-        self.kind
+    pub(crate) fn view(&self, matrix: Matrix) -> Weights<'_> {
+        Weights { matrix, panels: &self.memory.bytes()[matrix.start..][..matrix.panels() * matrix.panel_bytes] }
     }
+}
 
+/// A multiple of a cache line.
+fn panel_bytes(kind: TensorKind, columns: usize) -> usize {
+    with_format!(kind, F => columns / BLOCK * F::BYTES).next_multiple_of(64)
+}
+
+/// What [`Arena::pack`] takes for a matrix.
+pub(crate) fn packed_bytes(kind: TensorKind, rows: usize, columns: usize) -> usize {
+    rows.div_ceil(LANES) * panel_bytes(kind, columns)
+}
+
+impl Matrix {
     /// Output features.
     pub(crate) fn rows(&self) -> usize {
         self.rows
@@ -112,21 +133,33 @@ impl Matrix {
     pub(crate) fn panels(&self) -> usize {
         self.rows.div_ceil(LANES)
     }
+}
 
-    #[inline(always)]
-    pub(crate) fn panel(&self, index: usize) -> &[u8] {
-        &self.bytes()[index * self.panel_bytes..][..self.panel_bytes]
+/// A matrix with its panels.
+#[derive(Clone, Copy)]
+pub(crate) struct Weights<'a> {
+    matrix: Matrix,
+    panels: &'a [u8],
+}
+
+impl<'a> Weights<'a> {
+    pub(crate) fn kind(&self) -> TensorKind {
+        self.matrix.kind
+    }
+
+    /// Output features.
+    pub(crate) fn rows(&self) -> usize {
+        self.matrix.rows
+    }
+
+    /// Input features.
+    pub(crate) fn columns(&self) -> usize {
+        self.matrix.columns
     }
 
     #[inline(always)]
-    fn bytes(&self) -> &[u8] {
-        // SAFETY: `Line` is `repr(C)` around bytes and as large as them, so the lines are initialised bytes without gaps.
-        unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.lines.len() * 64) }
-    }
-
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `bytes`; the borrow of `self` is exclusive and any bytes are a valid `Line`.
-        unsafe { std::slice::from_raw_parts_mut(self.lines.as_mut_ptr().cast(), self.lines.len() * 64) }
+    pub(crate) fn panel(&self, index: usize) -> &'a [u8] {
+        &self.panels[index * self.matrix.panel_bytes..][..self.matrix.panel_bytes]
     }
 }
 

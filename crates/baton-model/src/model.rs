@@ -5,7 +5,7 @@ use crate::ModelError;
 use crate::architecture::{Architecture, Rope};
 use crate::checkpoint::{Checkpoint, LayerPart, Part};
 use crate::format::REDUCTION_RULE;
-use crate::matrix::Matrix;
+use crate::matrix::{Arena, Matrix, Weights};
 use crate::quant::dequantise;
 use crate::simd::LANES;
 
@@ -17,6 +17,7 @@ pub(crate) struct Model {
     /// Embedding or output matrix, `[vocabulary][hidden]`.
     pub(crate) head: Matrix,
     pub(crate) rope: Rope,
+    arena: Arena,
     /// Embeddings are read row by row from the file.
     checkpoint: Checkpoint,
 }
@@ -46,14 +47,21 @@ impl Model {
     pub(crate) fn new(checkpoint: Checkpoint, positions: usize) -> Result<Self, ModelError> {
         let architecture = checkpoint.architecture.clone();
         check(&architecture)?;
-        let loader = Loader { checkpoint: &checkpoint, architecture: &architecture };
+        let arena = Arena::new(checkpoint.packed_bytes())?;
+        let mut loader = Loader { checkpoint: &checkpoint, architecture: &architecture, arena };
         let layers = (0..architecture.layers).map(|layer| loader.layer(layer)).collect::<Result<_, _>>()?;
         let output_norm = loader.vector(Part::OutputNorm, architecture.hidden)?;
         loader.tensor(Part::Embedding, architecture.vocab, architecture.hidden)?;
         let head = if architecture.tied_embeddings { Part::Embedding } else { Part::Output };
         let head = loader.matrix(head, architecture.vocab, architecture.hidden)?;
         let rope = Rope::new(&architecture, positions);
-        Ok(Self { architecture, layers, output_norm, head, rope, checkpoint })
+        let arena = loader.arena;
+        Ok(Self { architecture, layers, output_norm, head, rope, arena, checkpoint })
+    }
+
+    /// A matrix of this model, ready for kernels.
+    pub(crate) fn packed(&self, matrix: &Matrix) -> Weights<'_> {
+        self.arena.view(*matrix)
     }
 
     /// Writes the embedding of `token`, which must be in the vocabulary.
@@ -96,6 +104,7 @@ fn check(architecture: &Architecture) -> Result<(), ModelError> {
 struct Loader<'a> {
     checkpoint: &'a Checkpoint,
     architecture: &'a Architecture,
+    arena: Arena,
 }
 
 impl Loader<'_> {
@@ -103,16 +112,16 @@ impl Loader<'_> {
         self.checkpoint.get(part, rows, columns).map(|_| ())
     }
 
-    fn matrix(&self, part: Part, rows: usize, columns: usize) -> Result<Matrix, ModelError> {
+    fn matrix(&mut self, part: Part, rows: usize, columns: usize) -> Result<Matrix, ModelError> {
         let tensor = self.checkpoint.get(part, rows, columns)?;
-        Ok(Matrix::pack(tensor.kind, rows, columns, tensor.bytes, |row| row))
+        Ok(self.arena.pack(tensor.kind, [rows, columns], tensor.bytes, |row| row))
     }
 
     fn vector(&self, part: Part, len: usize) -> Result<Vec<f32>, ModelError> {
         Ok(self.checkpoint.get(part, 1, len)?.to_floats())
     }
 
-    fn layer(&self, layer: usize) -> Result<Layer, ModelError> {
+    fn layer(&mut self, layer: usize) -> Result<Layer, ModelError> {
         let Architecture { hidden, ffn, heads, kv_heads, head_dim, .. } = *self.architecture;
         let part = |part| Part::Layer(layer, part);
         Ok(Layer {
@@ -129,20 +138,21 @@ impl Loader<'_> {
     }
 
     /// Q or K, in the kernels' order of rows.
-    fn rotary(&self, weights: Part, heads: usize, bias: Part, norm: Part) -> Result<Projection, ModelError> {
+    fn rotary(&mut self, weights: Part, heads: usize, bias: Part, norm: Part) -> Result<Projection, ModelError> {
         let Architecture { hidden, head_dim, qkv_bias, qk_norm, .. } = *self.architecture;
-        let order = |row| self.architecture.rotary_row(row);
+        let architecture = self.architecture;
+        let order = |row| architecture.rotary_row(row);
         let rows = heads * head_dim;
         let tensor = self.checkpoint.get(weights, rows, hidden)?;
         let in_order = |values: Vec<f32>| (0..values.len()).map(|row| values[order(row)]).collect();
         Ok(Projection {
-            weights: Matrix::pack(tensor.kind, rows, hidden, tensor.bytes, order),
+            weights: self.arena.pack(tensor.kind, [rows, hidden], tensor.bytes, order),
             bias: qkv_bias.then(|| self.vector(bias, rows)).transpose()?.map(in_order),
             norm: qk_norm.then(|| self.vector(norm, head_dim)).transpose()?.map(in_order),
         })
     }
 
-    fn value(&self, layer: usize) -> Result<Projection, ModelError> {
+    fn value(&mut self, layer: usize) -> Result<Projection, ModelError> {
         let Architecture { hidden, kv_heads, head_dim, qkv_bias, .. } = *self.architecture;
         let rows = kv_heads * head_dim;
         let bias = qkv_bias.then(|| self.vector(Part::Layer(layer, LayerPart::ValueBias), rows)).transpose()?;

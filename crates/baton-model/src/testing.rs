@@ -6,7 +6,7 @@ use crate::KernelPath;
 use crate::kernels::activations::Activations;
 use crate::kernels::multiply::{Heights, Multiply};
 use crate::kernels::pointwise::exp;
-use crate::matrix::Matrix;
+use crate::matrix::{Arena, packed_bytes};
 use crate::pool::{Pool, SharedRows};
 use crate::simd::{Kernel, LANES, Machine, Simd};
 
@@ -21,14 +21,15 @@ pub fn dequantise(kind: TensorKind, bytes: &[u8]) -> Vec<f32> {
 pub fn multiply(path: KernelPath, kind: TensorKind, weights: &[u8], columns: usize, input: &[f32]) -> Vec<f32> {
     let machine = Machine::choose(Some(path)).expect("the test asks for what the machine has");
     let features = weights.len() / (columns / kind.block_len() * kind.block_bytes());
-    let weights = Matrix::pack(kind, features, columns, weights, |row| row);
+    let mut arena = Arena::new(packed_bytes(kind, features, columns)).expect("a test's weights are small");
+    let matrix = arena.pack(kind, [features, columns], weights, |row| row);
     let rows = input.len() / columns;
     let mut packed = Activations::default();
     packed.resize(rows, columns, machine.run(Heights { rows }));
     machine.run(Pack { rows: input, packed: &mut packed });
     let mut output = vec![0.0; rows * features];
     let shared = SharedRows::new(&mut output, features);
-    machine.run(Multiply { weights: &weights, panels: 0..weights.panels(), input: &packed, output: &shared });
+    machine.run(Multiply { weights: arena.view(matrix), panels: 0..matrix.panels(), input: &packed, output: &shared });
     output
 }
 

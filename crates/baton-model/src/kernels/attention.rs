@@ -18,10 +18,8 @@ const MAX_HEADS: usize = 4;
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
     pub(crate) layout: KvLayout,
-    /// Keys of one layer.
-    pub(crate) keys: &'a [f32],
-    /// Values of one layer.
-    pub(crate) values: &'a [f32],
+    pub(crate) kv: &'a [f32],
+    pub(crate) layer: usize,
     /// Block table of the sequence.
     pub(crate) blocks: &'a [u32],
     pub(crate) kv_head: usize,
@@ -120,7 +118,7 @@ fn score<S: Simd, const R: usize, const G: usize>(simd: S, context: Context<'_>,
             let index = (group + g).min(groups - 1);
             let (block, within) = (index / layout.groups(), index % layout.groups());
             firsts[g] = block * layout.block_size + within * LANES;
-            keys[g] = &context.keys[layout.keys(context.blocks[block], context.kv_head, within)].as_chunks().0[..dim];
+            keys[g] = &context.kv[layout.keys(context.blocks[block], context.layer, context.kv_head, within)].as_chunks().0[..dim];
         }
         let mut sums = [[simd.splat(0.0); G]; R];
         for d in 0..dim {
@@ -185,7 +183,7 @@ fn mix<S: Simd, const R: usize, const C: usize>(
         if first >= context.positions {
             break;
         }
-        let values = &context.values[layout.values(block, context.kv_head)];
+        let values = &context.kv[layout.values(block, context.layer, context.kv_head)];
         let len = layout.block_size.min(context.positions - first);
         for (offset, value) in values.chunks_exact(dim).take(len).enumerate() {
             let value = &value.as_chunks::<LANES>().0[vector..vector + C];

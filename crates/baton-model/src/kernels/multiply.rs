@@ -11,7 +11,7 @@ use baton_gguf::TensorKind;
 
 use crate::format::{BLOCK, Format};
 use crate::kernels::activations::{Activations, Tile};
-use crate::matrix::{I4, I4Fine, I4Min, I8, Matrix, with_format};
+use crate::matrix::{I4, I4Fine, I4Min, I8, Weights, with_format};
 use crate::pool::SharedRows;
 use crate::simd::{Kernel, LANES, Lanes, Simd};
 
@@ -61,7 +61,7 @@ impl Kernel for Heights {
 
 /// `output[row][n] = sum over k of input[row][k] * weights[n][k]` for the features of some panels.
 pub(crate) struct Multiply<'a> {
-    pub(crate) weights: &'a Matrix,
+    pub(crate) weights: Weights<'a>,
     pub(crate) panels: Range<usize>,
     pub(crate) input: &'a Activations,
     /// One row per row of input, at least as long as the weights have rows.
