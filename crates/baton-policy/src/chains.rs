@@ -47,8 +47,8 @@ struct Alive {
 
 impl Default for Chains {
     fn default() -> Self {
-        // One chain that went on, out of one: the first sessions of a run are taken to come back.
-        Self { known: HashMap::new(), order: VecDeque::new(), alive: BTreeMap::new(), continued: 1.0, ended: 0.0, final_blocks: 0.0 }
+        // One chain that went on and one that did not: until more is known, a request without a session is not taken for a start.
+        Self { known: HashMap::new(), order: VecDeque::new(), alive: BTreeMap::new(), continued: 1.0, ended: 1.0, final_blocks: 0.0 }
     }
 }
 

@@ -268,7 +268,7 @@ fn a_hit_counts_half_while_events_are_missing() {
     router.place(arrival(2, 1, 4000), ms(300.0));
     let record = router.decision(RequestId(2)).unwrap();
     let (hit, miss) = (step().prefill_ms(Tokens(16), Tokens(3984)), step().prefill_ms(Tokens(4000), Tokens(0)));
-    assert!((record.quotes[0].terms.prefill - (hit + miss) / 2.0).abs() < 1e-6);
+    assert!((record.quotes[0].terms.prefill - f64::midpoint(hit, miss)).abs() < 1e-6);
     assert!(router.fleet(ms(300.0))[0].index_doubtful);
 }
 
@@ -322,7 +322,9 @@ fn sessions_stay_and_start_where_fewest_live() {
     };
     let homes: Vec<u32> = (0..12).map(|session| place(&mut router, session, 0, 300.0 * session as f64)).collect();
     let mut count = [0; 4];
-    homes.iter().for_each(|home| count[*home as usize] += 1);
+    for home in &homes {
+        count[*home as usize] += 1;
+    }
     assert_eq!(count, [3; 4]);
     for step in 1..4 {
         for session in 0..12 {
