@@ -1,6 +1,6 @@
 //! `/baton/v1`: what the fleet is, where requests went and why, and the few things that can be changed at run time.
 
-use std::{sync::Arc, time::Duration};
+use std::{net::IpAddr, sync::Arc, time::Duration};
 
 use axum::{
     Json, Router,
@@ -11,7 +11,7 @@ use axum::{
 };
 use baton_policy::{DecisionRecord, PolicyName, ReplicaStatus};
 use baton_units::{DurationMs, RequestId};
-use http::{Method, header};
+use http::{HeaderMap, Method, header, uri::Authority};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -46,10 +46,22 @@ async fn authorize(State(shared): State<Arc<Shared>>, request: Request, next: Ne
             let given = request.headers().get(header::AUTHORIZATION).and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
             given.is_some_and(|given| equal_in_constant_time(given, key.as_bytes()))
         }
-        None if shared.is_loopback() => true,
+        None if shared.is_loopback() => !is_from_elsewhere(request.headers()),
         None => return Refusal::NoSuchPath.into_response(),
     };
     if allowed { next.run(request).await } else { Refusal::Unauthorized.into_response() }
+}
+
+/// A web page of another site, in a browser on this machine: it would name its own origin, or reach us under its own host name.
+fn is_from_elsewhere(headers: &HeaderMap) -> bool {
+    let text = |name| headers.get(name).and_then(|value| value.to_str().ok());
+    let host = text(header::HOST).and_then(|host| host.parse::<Authority>().ok());
+    let local = host.as_ref().is_some_and(|host| {
+        let name = host.host().trim_matches(['[', ']']);
+        name == "localhost" || name.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+    });
+    let own_origin = text(header::ORIGIN).is_none_or(|origin| Some(origin.trim_start_matches("http://")) == text(header::HOST));
+    !(local && own_origin)
 }
 
 fn equal_in_constant_time(a: &[u8], b: &[u8]) -> bool {
@@ -218,6 +230,19 @@ mod tests {
             }
         }
         assert_eq!(described, routed);
+    }
+
+    #[test]
+    fn pages_of_other_sites_are_kept_out() {
+        let elsewhere = |host: &str, origin: Option<&str>| {
+            let mut headers = HeaderMap::from_iter([(header::HOST, host.parse().unwrap())]);
+            headers.extend(origin.map(|origin| (header::ORIGIN, origin.parse().unwrap())));
+            is_from_elsewhere(&headers)
+        };
+        assert!(!elsewhere("127.0.0.1:8080", None) && !elsewhere("localhost:8080", Some("http://localhost:8080")));
+        assert!(!elsewhere("[::1]:8080", None));
+        assert!(elsewhere("127.0.0.1:8080", Some("http://evil.example")) && elsewhere("evil.example", None));
+        assert!(elsewhere("127.0.0.1:8080", Some("null")));
     }
 
     #[test]
