@@ -4,13 +4,14 @@ use std::{net::IpAddr, sync::Arc, time::Duration};
 
 use axum::{
     Json, Router,
-    extract::{Path, Query, Request, State},
+    extract::{Path, Query, Request, State, rejection::QueryRejection},
     middleware::{Next, from_fn_with_state},
     response::{IntoResponse, Response},
     routing::{get, post},
 };
 use baton_policy::{DecisionRecord, PolicyName, ReplicaStatus};
 use baton_units::{DurationMs, RequestId};
+use baton_wire::openai::ErrorBody;
 use http::{HeaderMap, Method, header, uri::Authority};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -134,12 +135,13 @@ struct Page {
     limit: Option<usize>,
 }
 
-async fn decisions(State(shared): State<Arc<Shared>>, Query(page): Query<Page>) -> Json<Value> {
+async fn decisions(State(shared): State<Arc<Shared>>, page: Result<Query<Page>, QueryRejection>) -> Result<Json<Value>, Refusal> {
+    let Query(page) = page.map_err(|error| Refusal::Body(ErrorBody::bad_request(error.body_text())))?;
     let limit = page.limit.unwrap_or(DECISIONS_DEFAULT);
     let records = shared.fleet.peek_router(|router, _| router.decisions(limit));
     let names = shared.fleet.client_ids();
     let decisions: Vec<Value> = records.iter().map(|record| named(record, names.get(&record.request).map(String::as_str))).collect();
-    Json(json!({ "decisions": decisions }))
+    Ok(Json(json!({ "decisions": decisions })))
 }
 
 /// By the client's `x-request-id`, or by the gateway's own number.
@@ -171,9 +173,7 @@ async fn policy(State(shared): State<Arc<Shared>>) -> Json<Value> {
 
 async fn set_policy(State(shared): State<Arc<Shared>>, body: bytes::Bytes) -> Result<Json<Value>, Refusal> {
     let choice: PolicyChoice = baton_wire::openai::parse(&body).map_err(Refusal::Body)?;
-    let invalid = |error: baton_policy::UnknownPolicy| {
-        Refusal::Body(baton_wire::openai::ErrorBody::invalid("name", &choice.name, &error.to_string()))
-    };
+    let invalid = |error: baton_policy::UnknownPolicy| Refusal::Body(ErrorBody::invalid("name", &choice.name, &error.to_string()));
     let name: PolicyName = choice.name.parse().map_err(invalid)?;
     shared.fleet.with_router(|router, _| router.set_policy(name));
     tracing::info!(policy = %name, "policy changed");

@@ -6,6 +6,7 @@ use axum::{
     Json, Router,
     body::{Body, to_bytes},
     extract::{Path, Request, State},
+    middleware::Next,
     response::{IntoResponse, Response},
     routing::{get, post},
 };
@@ -38,7 +39,6 @@ pub(crate) fn routes() -> Router<Arc<Shared>> {
         .route("/ready", get(ready))
         .route("/metrics", get(metrics))
         .fallback(passthrough::forward)
-        .method_not_allowed_fallback(async || Refusal::MethodNotAllowed)
 }
 
 async fn chat_completions(State(shared): State<Arc<Shared>>, request: Request) -> Response {
@@ -81,8 +81,11 @@ async fn admit(
     let intake = Intake::read(api, headers, &bytes, &fleet.front)?;
     drop(bytes);
     let card = choose_model(fleet, intake.model.as_deref())?;
-    let tokenized = shared.tokenization.tokenize(&intake.prompt).await;
-    let prompt = believable(fleet, &tokenized);
+    let mut tokenized = shared.tokenization.tokenize(&intake.prompt).await;
+    let longest_context = fleet.engines().iter().filter_map(|engine| engine.facts().spec.map(|spec| spec.max_model_len)).max();
+    let prompt = believable(&tokenized, longest_context);
+    // Blocks that no replica can hold would stay in the books of the one that refuses them.
+    tokenized.tokens.truncate(prompt.0 as usize);
     let adapter = card.parent.is_some().then_some(card.id.as_str());
     let chain = KeyChain::new(adapter, intake.salt.as_deref(), fleet.block_size(), tokenized.tokens);
     let excluded = fleet.without_model(&card.id);
@@ -113,13 +116,14 @@ fn choose_model(fleet: &Fleet, named: Option<&str>) -> Result<ModelCard, Refusal
     if models.len() == 1 { Ok(models.swap_remove(0)) } else { Err(Refusal::NoModelNamed { models: names(models) }) }
 }
 
-/// A length to place by. An estimate never makes a prompt too long: only the engine knows then.
-fn believable(fleet: &Fleet, tokenized: &Tokenized) -> Tokens {
-    if tokenized.exact {
-        return tokenized.count;
+/// A length to place by. An estimate never makes a prompt too long, since only the engine knows then; nor do several prompts together,
+/// each of which has a context of its own.
+fn believable(tokenized: &Tokenized, longest_context: Option<Tokens>) -> Tokens {
+    let Some(context) = longest_context else { return tokenized.count };
+    if tokenized.exact && tokenized.longest >= context {
+        return tokenized.longest;
     }
-    let longest = fleet.engines().iter().filter_map(|engine| engine.facts().spec.map(|spec| spec.max_model_len)).max();
-    longest.map_or(tokenized.count, |longest| tokenized.count.min(longest.saturating_sub(Tokens(1))))
+    tokenized.count.min(context.saturating_sub(Tokens(1)))
 }
 
 fn with_request_id(mut response: Response, id: &str) -> Response {
@@ -127,6 +131,16 @@ fn with_request_id(mut response: Response, id: &str) -> Response {
         response.headers_mut().insert("x-request-id", id);
     }
     response
+}
+
+/// A client's id is on every answer, so that it finds its request again whatever became of it.
+pub(crate) async fn echo_request_id(request: Request, next: Next) -> Response {
+    let id = client_request_id(request.headers()).map(str::to_owned);
+    let response = next.run(request).await;
+    match id {
+        Some(id) if !response.headers().contains_key("x-request-id") => with_request_id(response, &id),
+        Some(_) | None => response,
+    }
 }
 
 async fn models(State(shared): State<Arc<Shared>>) -> Json<ModelList> {
@@ -163,4 +177,20 @@ async fn ready(State(shared): State<Arc<Shared>>) -> Response {
 async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
     let page = shared.fleet.metrics.render(&shared.fleet);
     ([(http::header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], page).into_response()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_of_several_prompts_has_the_context_to_itself() {
+        let placed = |count, longest, exact| {
+            let tokenized = Tokenized { count: Tokens(count), longest: Tokens(longest), exact, ..Tokenized::default() };
+            believable(&tokenized, Some(Tokens(100))).0
+        };
+        assert_eq!([placed(60, 60, true), placed(150, 60, true)], [60, 99]);
+        assert_eq!([placed(100, 100, true), placed(250, 120, true)], [100, 120], "refused with the length that is at fault");
+        assert_eq!(placed(500, 500, false), 99);
+    }
 }

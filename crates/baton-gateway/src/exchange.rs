@@ -1,14 +1,13 @@
 //! One request on its way: the shell around [`Session`]. It carries facts from engine, client and clock into the machine and does
 //! what the machine says; it decides nothing by itself.
 
-use std::{
-    collections::{BTreeMap, VecDeque},
-    sync::Arc,
-    time::Duration,
-};
+mod copy;
+mod outlet;
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use axum::{body::Body, response::IntoResponse};
-use baton_policy::{Arrival, Outcome, Placed, PrefixCopy, Verdict};
+use baton_policy::{Arrival, Outcome, Placed, Verdict};
 use baton_session::{Action, Answer, End, Epoch, Fault, Input, Limits, Offer, Owner, Session, SessionConfig};
 use baton_units::{DurationMs, ReplicaId, Time, Tokens};
 use baton_wire::{
@@ -16,13 +15,11 @@ use baton_wire::{
     sse::{self, Event},
 };
 use bytes::Bytes;
-use http::{HeaderValue, Method, Request, Response, StatusCode, header};
+use http::{HeaderValue, Method, Response, StatusCode, header};
 use http_body_util::Full;
-use tokio::{
-    sync::{mpsc, oneshot},
-    time::timeout,
-};
+use tokio::sync::oneshot;
 
+use self::outlet::{Outlet, Stirring};
 use crate::{
     assemble::Assembler,
     chunk::{Chunk, ClientView, Reading},
@@ -33,12 +30,9 @@ use crate::{
     prompt::KeyChain,
     refusal::{NO_REPLICA_RETRY, Refusal},
     reserved,
-    stream_body::StreamBody,
     upstream::{self, Arrived, Attempt, Expect},
 };
 
-/// Events on their way to a client before the engine's stream is left unread.
-const EVENTS_AHEAD: usize = 16;
 /// A busy replica gets its time for a first token this often again; a request that it has lost ends then.
 const EXTENSIONS_MAX: u32 = 9;
 
@@ -66,21 +60,11 @@ pub(crate) async fn run(fleet: Arc<Fleet>, admitted: Admitted) -> Response<Body>
     response
 }
 
-/// Where the answer goes.
-enum Client {
-    /// Nothing was sent: any status is still possible.
-    Waiting(oneshot::Sender<Response<Body>>),
-    Streaming(mpsc::Sender<Bytes>),
-    Done,
-}
-
 struct Exchange {
     fleet: Arc<Fleet>,
     admitted: Admitted,
     session: Session,
-    client: Client,
-    /// Events that the client has not taken yet.
-    outbox: VecDeque<Bytes>,
+    outlet: Outlet,
     verdict: Option<oneshot::Receiver<Verdict>>,
     refusal: Option<Refusal>,
     attempt: Option<Running>,
@@ -112,12 +96,11 @@ struct Running {
 
 /// What woke the loop.
 enum Wake {
-    ClientGone,
+    Client(Stirring),
     Closing,
     Timeout,
     Verdict(Option<Verdict>),
     Arrived(Arrived),
-    Sent,
 }
 
 impl Exchange {
@@ -130,8 +113,7 @@ impl Exchange {
         let id = format!("{}{}", intake.api.id_prefix(), admitted.live.client_id);
         Self {
             session: Session::new(config, admitted.live.arrived),
-            client: Client::Waiting(tell),
-            outbox: VecDeque::new(),
+            outlet: Outlet::new(tell),
             verdict: None,
             refusal: None,
             attempt: None,
@@ -165,27 +147,16 @@ impl Exchange {
         }
         self.attempt = None;
         self.book_end();
-        self.flush().await;
+        self.outlet.flush(self.fleet.front.stall_timeout).await;
     }
 
     async fn wait(&mut self) -> Wake {
         let due = self.fleet.clock.instant(self.session.poll_timeout().unwrap_or(Time::NEVER));
-        let blocked = !self.outbox.is_empty();
-        let (gone, permit) = match &mut self.client {
-            Client::Waiting(tell) => (Gone::Waiting(tell), None),
-            Client::Streaming(events) => (Gone::Streaming(events.clone()), blocked.then(|| events.clone())),
-            Client::Done => (Gone::Never, None),
-        };
+        let blocked = self.outlet.is_blocked();
         tokio::select! {
             biased;
-            () = gone.wait() => Wake::ClientGone,
+            stirring = self.outlet.stirring() => Wake::Client(stirring),
             () = self.fleet.reached(Stage::Closing) => Wake::Closing,
-            permit = reserve(permit) => {
-                if let (Some(permit), Some(event)) = (permit, self.outbox.pop_front()) {
-                    permit.send(event);
-                }
-                Wake::Sent
-            }
             verdict = told(&mut self.verdict) => Wake::Verdict(verdict),
             arrived = next(&mut self.attempt), if !blocked => Wake::Arrived(arrived),
             () = tokio::time::sleep_until(due) => Wake::Timeout,
@@ -195,7 +166,12 @@ impl Exchange {
     fn take(&mut self, wake: Wake) {
         let now = self.fleet.clock.now();
         match wake {
-            Wake::ClientGone => self.session.handle(Input::ClientGone, now),
+            Wake::Client(Stirring::Left) => self.session.handle(Input::ClientGone, now),
+            Wake::Client(Stirring::Took) => {
+                if !self.outlet.is_blocked() {
+                    self.session.handle(Input::ClientReady, now);
+                }
+            }
             Wake::Closing => self.session.handle(Input::DrainDeadline, now),
             Wake::Timeout => {
                 if self.is_only_busy() {
@@ -203,11 +179,6 @@ impl Exchange {
                     self.session.handle(Input::ReplicaAlive, now);
                 }
                 self.session.handle(Input::Timeout, now);
-            }
-            Wake::Sent => {
-                if self.outbox.is_empty() {
-                    self.session.handle(Input::ClientReady, now);
-                }
             }
             Wake::Verdict(verdict) => {
                 self.verdict = None;
@@ -247,6 +218,7 @@ impl Exchange {
     }
 
     fn place(&mut self, mut excluded: Vec<ReplicaId>) {
+        self.admitted.chain.forget_output();
         let Admitted { intake, live, chain, excluded: lacking, .. } = &self.admitted;
         live.set(LiveState::Held, None);
         excluded.extend_from_slice(lacking);
@@ -274,7 +246,7 @@ impl Exchange {
         match verdict {
             Verdict::Run(Placed { replica, copy }) => {
                 if let Some(copy) = copy {
-                    self.send_copy(copy);
+                    copy::send(&self.fleet, &self.admitted, copy);
                 }
                 let first_token_within = self.first_token_within(Some(replica));
                 self.session.handle(Input::Placed { replica, first_token_within }, now);
@@ -321,7 +293,6 @@ impl Exchange {
             .then(|| Assembler::new(intake.api, intake.wishes, format!("{}{}", intake.api.id_prefix(), live.client_id)));
         live.set(LiveState::Prefill, Some(owner.replica));
         live.reset_output();
-        self.admitted.chain.forget_output();
         (self.usage, self.first_token_at, self.last_token_at) = (None, None, None);
         self.fleet.metrics.attempt(owner.replica);
         self.alone = self.fleet.peek_router(|router, now| {
@@ -346,32 +317,16 @@ impl Exchange {
                 whole
             }
             Answer::Rejection => match self.answer.take() {
-                Some(rejection) if matches!(self.client, Client::Waiting(_)) => rejection,
-                _ => return self.fail(&Refusal::Ended(End::Rejected)),
+                Some(rejection) if self.outlet.is_open() => rejection,
+                _ => return self.outlet.fail(&Refusal::Ended(End::Rejected)),
             },
             Answer::Refusal => {
                 let refusal = self.refusal.take().unwrap_or(Refusal::NoReplica { retry_after: NO_REPLICA_RETRY });
-                return self.fail(&refusal);
+                return self.outlet.fail(&refusal);
             }
-            Answer::Error(end) => return self.fail(&Refusal::Ended(end)),
+            Answer::Error(end) => return self.outlet.fail(&Refusal::Ended(end)),
         };
-        self.respond(response);
-    }
-
-    /// An error as status while that is possible, else as the stream's last event.
-    fn fail(&mut self, refusal: &Refusal) {
-        match &self.client {
-            Client::Waiting(_) => self.respond(refusal.clone().into_response()),
-            Client::Streaming(_) => self.outbox.push_back(refusal.event()),
-            Client::Done => {}
-        }
-    }
-
-    fn respond(&mut self, response: Response<Body>) {
-        if let Client::Waiting(tell) = std::mem::replace(&mut self.client, Client::Done) {
-            // A client that has left takes no answer; its request is booked all the same.
-            _ = tell.send(response);
-        }
+        self.outlet.respond(response);
     }
 
     // What the engine says.
@@ -456,6 +411,13 @@ impl Exchange {
             self.send(event);
         }
         Ok(())
+    }
+
+    /// Sends an event. While the client is behind, the engine's silence is no fault of the engine.
+    fn send(&mut self, event: Bytes) {
+        if self.outlet.send(event) {
+            self.session.handle(Input::ClientBlocked, self.fleet.clock.now());
+        }
     }
 
     /// Books output and tells the router of it.
@@ -557,39 +519,6 @@ impl Exchange {
         }
     }
 
-    // What the client takes.
-
-    /// Sends an event, or keeps it while the client is behind.
-    fn send(&mut self, event: Bytes) {
-        if let Client::Waiting(_) = self.client {
-            let (events, body) = mpsc::channel(EVENTS_AHEAD);
-            self.respond(stream_response(StreamBody::new(body)));
-            self.client = Client::Streaming(events);
-        }
-        let Client::Streaming(events) = &self.client else { return };
-        if self.outbox.is_empty() {
-            match events.try_send(event) {
-                // A closed channel is a client that left; the loop sees it next.
-                Ok(()) | Err(mpsc::error::TrySendError::Closed(_)) => return,
-                Err(mpsc::error::TrySendError::Full(event)) => self.outbox.push_back(event),
-            }
-        } else {
-            self.outbox.push_back(event);
-        }
-        self.session.handle(Input::ClientBlocked, self.fleet.clock.now());
-    }
-
-    /// The last events, for as long as the client takes them.
-    async fn flush(&mut self) {
-        let Client::Streaming(events) = std::mem::replace(&mut self.client, Client::Done) else { return };
-        for event in self.outbox.drain(..) {
-            let sent = timeout(self.fleet.front.stall_timeout, events.send(event)).await;
-            if !matches!(sent, Ok(Ok(()))) {
-                return;
-            }
-        }
-    }
-
     fn book_end(&mut self) {
         let end = self.end.expect("a session ends with an end");
         let live = &self.admitted.live;
@@ -617,66 +546,6 @@ impl Exchange {
         } else {
             tracing::debug!(request = %live.id, x_request_id = live.client_id, replica, took_ms = took.as_ms(), outcome = name, "request ended");
         }
-    }
-
-    /// Carries out the router's wish for a second copy of a prefix, beside the request.
-    fn send_copy(&self, copy: PrefixCopy) {
-        let fleet = self.fleet.clone();
-        let chain = &self.admitted.chain;
-        let tokens = copy.blocks * chain.block_size().get() as usize;
-        let engine = fleet.engine(copy.to).filter(|engine| self.admitted.exact && engine.config.kind.gives_token_ids());
-        let Some((engine, prefix)) = engine.zip(chain.tokens().get(..tokens)) else {
-            return fleet.finished(copy.request, Outcome::Cancelled, None);
-        };
-        let mut body = serde_json::json!({ "model": self.admitted.live.model, "prompt": prefix, "max_tokens": 1, "temperature": 0 });
-        if let Some(salt) = self.admitted.intake.salt.as_ref().filter(|_| engine.config.kind.takes_salt()) {
-            body["cache_salt"] = salt.as_str().into();
-        }
-        let request = upstream::request(Method::POST, engine.url().join("/v1/completions"), engine.config.key.as_deref())
-            .header(header::CONTENT_TYPE, "application/json")
-            .header("x-request-id", fleet.upstream_id(copy.request, 1))
-            .body(Full::new(Bytes::from(body.to_string())))
-            .expect("an engine's address and a minted id make a request");
-        tokio::spawn(carry_copy(fleet, copy, request));
-    }
-}
-
-/// One output token that nobody waits for, so that its prompt's blocks are there afterwards.
-async fn carry_copy(fleet: Arc<Fleet>, copy: PrefixCopy, request: Request<Full<Bytes>>) {
-    let limit = fleet.front.first_token_timeout;
-    let mut attempt = fleet.upstream.start(request, Expect::Whole);
-    let done = tokio::select! {
-        arrived = timeout(limit, attempt.next()) => matches!(arrived, Ok(Arrived::Answer { status: StatusCode::OK, .. })),
-        () = fleet.reached(Stage::Closing) => false,
-    };
-    if done {
-        fleet.with_router(|router, now| router.first_token(copy.request, None, now));
-    }
-    fleet.finished(copy.request, if done { Outcome::Finished } else { Outcome::Failed }, None);
-}
-
-/// Waits for the client to leave.
-enum Gone<'a> {
-    Waiting(&'a mut oneshot::Sender<Response<Body>>),
-    Streaming(mpsc::Sender<Bytes>),
-    Never,
-}
-
-impl Gone<'_> {
-    async fn wait(self) {
-        match self {
-            Self::Waiting(tell) => tell.closed().await,
-            Self::Streaming(events) => events.closed().await,
-            Self::Never => std::future::pending().await,
-        }
-    }
-}
-
-/// Room for one event; for ever pending when none waits.
-async fn reserve(events: Option<mpsc::Sender<Bytes>>) -> Option<mpsc::OwnedPermit<Bytes>> {
-    match events {
-        Some(events) => events.reserve_owned().await.ok(),
-        None => std::future::pending().await,
     }
 }
 
@@ -714,15 +583,5 @@ fn json_response(status: StatusCode, body: Bytes) -> Response<Body> {
     let mut response = Response::new(Body::from(body));
     *response.status_mut() = status;
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    response
-}
-
-fn stream_response(body: StreamBody) -> Response<Body> {
-    let mut response = Response::new(Body::new(body));
-    let headers = response.headers_mut();
-    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
-    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-    // nginx and its kin would otherwise hold events back.
-    headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
     response
 }

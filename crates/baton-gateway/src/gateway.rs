@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use axum::serve::ListenerExt;
+use axum::{middleware::from_fn, serve::ListenerExt};
 use baton_text::Tokenizer;
 use baton_units::ReplicaId;
 use tokio::{
@@ -22,6 +22,7 @@ use crate::{
     engine::{BaseUrl, Health},
     fleet::{Fleet, Stage},
     prompt::Tokenization,
+    refusal::Refusal,
 };
 
 /// After the drain deadline: for error events to be taken and connections to close.
@@ -124,7 +125,8 @@ impl Gateway {
         if shared.fleet.front.admin_key.is_none() && !address.ip().is_loopback() {
             tracing::warn!(%address, "no admin_key is set and the address is not loopback: /baton/v1 is off");
         }
-        let app = api::routes().merge(admin::routes(&shared)).with_state(shared.clone());
+        let app = api::routes().merge(admin::routes(&shared)).method_not_allowed_fallback(async || Refusal::MethodNotAllowed);
+        let app = app.layer(from_fn(api::echo_request_id)).with_state(shared.clone());
         let closed = shared.fleet.clone();
         let fleet = shared.fleet.clone();
         let timer = TaskGuard::spawn(async move { fleet.keep_time().await });

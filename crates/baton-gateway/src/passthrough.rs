@@ -77,7 +77,8 @@ async fn pass(shared: &Shared, head: &Parts, body: Body) -> Result<Response, Ref
     let mut last = None;
     for engine in engines {
         match send(shared, &engine, head, &bytes).await {
-            // Another kind of engine may have what this one lacks.
+            // Another kind of engine may have what this one lacks. A bare 404 of its web framework would tell a client nothing.
+            Some(response) if response.status() == StatusCode::NOT_FOUND => last = last.or(Some(Refusal::NoSuchPath.into_response())),
             Some(response) if lacks_path(response.status()) => last = Some(response),
             Some(response) => return Ok(response),
             None => {}
@@ -109,11 +110,6 @@ async fn send(shared: &Shared, engine: &Engine, head: &Parts, body: &Bytes) -> O
     let mut response = Response::new(Body::new(body));
     *response.status_mut() = parts.status;
     copy_headers(&parts.headers, response.headers_mut(), &TO_CLIENT);
-    if let Some(id) = crate::identity::client_request_id(&head.headers)
-        && let Ok(id) = HeaderValue::from_str(id)
-    {
-        response.headers_mut().insert("x-request-id", id);
-    }
     Some(response)
 }
 

@@ -27,6 +27,8 @@ pub(crate) struct Tokenized {
     pub(crate) tokens: Vec<u32>,
     /// Over all prompts.
     pub(crate) count: Tokens,
+    /// Of the longest prompt: what must fit a replica's context.
+    pub(crate) longest: Tokens,
     /// The tokens are the engine's; otherwise four bytes of text stand for one, which still finds shared beginnings.
     pub(crate) exact: bool,
 }
@@ -96,13 +98,13 @@ impl Tokenization {
 
 impl Tokenized {
     fn exact(tokens: Vec<u32>) -> Self {
-        Self { count: Tokens(tokens.len() as u32), tokens, exact: true }
+        let count = Tokens(tokens.len() as u32);
+        Self { count, longest: count, tokens, exact: true }
     }
 
     fn first_of(mut prompts: impl Iterator<Item = Self>) -> Self {
         let Some(first) = prompts.next() else { return Self::default() };
-        let rest: Tokens = prompts.map(|prompt| prompt.count).sum();
-        Self { count: first.count + rest, ..first }
+        prompts.fold(first, |first, next| Self { count: first.count + next.count, longest: first.longest.max(next.longest), ..first })
     }
 }
 
@@ -217,6 +219,7 @@ mod tests {
         let lists = Prompt::TokenLists(vec![vec![1, 2, 3], vec![4, 5]]);
         let tokenized = tokenization.tokenize_completion(&lists, true);
         assert_eq!((tokenized.tokens.as_slice(), tokenized.count, tokenized.exact), ([1, 2, 3].as_slice(), Tokens(5), true));
+        assert_eq!(tokenized.longest, Tokens(3));
     }
 
     #[test]
