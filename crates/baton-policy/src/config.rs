@@ -33,7 +33,8 @@ impl Default for RouterConfig {
             model: String::new(),
             held_max: 4096,
             held_for: Duration::from_secs(30),
-            bind_within: Some(Duration::from_secs(4)),
+            // Neutral with one router and exact estimates (mixed work: within noise from 500 ms to never).
+            bind_within: Some(Duration::from_secs(1)),
             // Dynamo's default for engines without events.
             belief_lifetime: Duration::from_mins(2),
             copies: true,

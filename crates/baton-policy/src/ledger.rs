@@ -19,6 +19,7 @@ pub(crate) struct Ledger {
 struct Item {
     request: RequestId,
     left_ms: f64,
+    /// Of the whole prompt: an engine's report does not take off hits that waiting requests will find.
     tokens: Tokens,
     sent_at: Time,
 }

@@ -580,13 +580,12 @@ impl Router {
     fn send(&mut self, request: RequestId, mut flight: Flight, prefill_ms: f64, now: Time) {
         let fleet = self.replicas.values().filter(|replica| replica.state == ReplicaState::Ready).count();
         let replica = self.replicas.get_mut(&flight.replica).expect("a candidate is in the fleet");
-        let uncomputed = flight.prompt.saturating_sub(replica.hit_tokens(flight.depth, flight.prompt));
         self.demand.dispatch(prefill_ms, fleet, now);
         flight.incarnation = replica.spec.incarnation;
         flight.private_blocks = private_blocks(&replica.spec, flight.prompt, flight.keys.len(), 1);
         replica.in_flight += 1;
         replica.private_blocks += flight.private_blocks;
-        replica.ledger.add(request, prefill_ms, uncomputed, now);
+        replica.ledger.add(request, prefill_ms, flight.prompt, now);
         replica.mirror.pin(&flight.keys, &mut self.reuse, now);
         self.index.expect(flight.replica, &flight.keys, now);
         self.trim(flight.replica, now);
