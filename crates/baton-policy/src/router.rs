@@ -287,13 +287,15 @@ impl Router {
         if let Some(replica) = live_replica(&mut self.replicas, &flight) {
             replica.advance(now);
             end_flight(replica, request, &flight);
-            replica.mirror.unpin(&flight.keys, &all, now);
+            // A dead replica's KV is gone, whatever its streams had reached.
+            let dead = replica.state == ReplicaState::Dead;
+            replica.mirror.unpin(&flight.keys, if dead { &[] } else { &all }, now);
             if done && !flight.copy {
                 replica.responded(took);
             }
-            if done || flight.started {
+            if !dead && (done || flight.started) {
                 self.index.expect(flight.replica, &all, now);
-            } else {
+            } else if !dead {
                 self.forget_uncomputed(&flight);
             }
             self.trim(flight.replica, now);

@@ -231,6 +231,21 @@ fn what_a_lost_replica_had_not_computed_is_not_believed_to_be_there() {
 }
 
 #[test]
+fn nothing_is_believed_to_be_on_a_dead_replica() {
+    let mut router = router(PolicyName::Price, OWN_ONLY, 2);
+    for request in 0..2 {
+        send(&mut router, request, request as u32, 4000, 0, 2, Time::ZERO);
+    }
+    router.first_token(RequestId(0), None, ms(200.0));
+    router.set_state(ReplicaId(0), ReplicaState::Dead, ms(210.0));
+    for request in 0..2 {
+        router.finished(RequestId(request), Outcome::Failed, None, ms(220.0));
+        assert_eq!(router.index().matches(&keys(request as u32, 4000)), [0, 0]);
+    }
+    assert_eq!(router.fleet(ms(220.0))[0].in_flight, 0);
+}
+
+#[test]
 fn a_new_incarnation_begins_with_empty_books_and_old_flights_end_quietly() {
     let mut router = router(PolicyName::Price, PriceWeights::default(), 1);
     assert_eq!(chosen(&router.place(arrival(1, 1, 4000), Time::ZERO)), 0);
