@@ -100,7 +100,7 @@ pub(crate) async fn read_body(body: Body, limit: usize) -> Result<Bytes, Refusal
 }
 
 /// The card of the model asked for, or of the only base model when none is named.
-fn choose_model(fleet: &Fleet, named: Option<&str>) -> Result<ModelCard, Refusal> {
+pub(crate) fn choose_model(fleet: &Fleet, named: Option<&str>) -> Result<ModelCard, Refusal> {
     let mut models = fleet.models();
     if models.is_empty() {
         return Err(Refusal::NoReplica { retry_after: NO_REPLICA_RETRY });

@@ -15,9 +15,10 @@
 //! assert_eq!(config.engines.len(), 1);
 //! ```
 
-use std::{fmt, net::SocketAddr, time::Duration};
+use std::{collections::BTreeSet, fmt, net::SocketAddr, time::Duration};
 
 use baton_policy::{PolicyName, PriceWeights, RouterConfig};
+use baton_units::ReplicaId;
 use serde::{Deserialize, Deserializer};
 
 use crate::{engine::BaseUrl, prompt::KEY_MODEL};
@@ -183,6 +184,24 @@ impl GatewayConfig {
         positive("gateway.body_limit", front.body_limit as u64)?;
         positive("gateway.choices_limit", front.choices_limit.into())?;
         positive("policy.decisions", self.policy.decisions as u64)?;
+        for (option, span) in [
+            ("gateway.request_timeout", front.request_timeout),
+            ("gateway.stall_timeout", front.stall_timeout),
+            ("gateway.first_token_timeout", front.first_token_timeout),
+            ("gateway.connect_timeout", front.connect_timeout),
+        ] {
+            if span.is_zero() {
+                return Err(ConfigError::OutOfRange { option, value: "\"0s\"".into(), want: "nothing ends within no time; give more" });
+            }
+        }
+        self.check_names()?;
+        let PriceWeights { delay, eviction, memory, waste, decode } = self.policy.weights;
+        for weight in [delay, eviction, memory, waste, decode] {
+            if !weight.is_finite() || weight < 0.0 {
+                let want = "a weight must be a number of at least 0";
+                return Err(ConfigError::OutOfRange { option: "policy.weights", value: weight.to_string(), want });
+            }
+        }
         for engine in &self.engines {
             for (option, value) in [
                 ("engines.max_model_len", engine.max_model_len),
@@ -197,6 +216,24 @@ impl GatewayConfig {
         if front.first_token_factor.is_nan() || front.first_token_factor < 1.0 {
             let value = front.first_token_factor.to_string();
             return Err(ConfigError::OutOfRange { option: "gateway.first_token_factor", value, want: "must be at least 1" });
+        }
+        Ok(())
+    }
+}
+
+impl GatewayConfig {
+    /// Two engines under one name would be one in metrics, and one address twice is one engine with half of its load unseen.
+    fn check_names(&self) -> Result<(), ConfigError> {
+        let (mut names, mut urls) = (BTreeSet::new(), BTreeSet::new());
+        for (place, engine) in self.engines.iter().enumerate() {
+            let name = engine.name.clone().unwrap_or_else(|| ReplicaId(place as u32).to_string());
+            if !names.insert(name.clone()) {
+                return Err(ConfigError::OutOfRange { option: "engines.name", value: name, want: "each engine needs a name of its own" });
+            }
+            let url = engine.url.to_string();
+            if !urls.insert(url.clone()) {
+                return Err(ConfigError::OutOfRange { option: "engines.url", value: url, want: "an engine is named twice; leave one out" });
+            }
         }
         Ok(())
     }
@@ -376,6 +413,11 @@ mod tests {
         assert!(error(&format!("[policy]\nname = \"cheapest\"\n{ENGINE}")).contains("cheapest"));
         assert!(error("[gateway]\n").contains("[[engines]]"));
         assert!(error("[[engines]]\nurl = \"https://a\"\nkind = \"vllm\"\n").contains("https"));
+        assert!(error(&format!("[gateway]\nstall_timeout = \"0s\"\n{ENGINE}")).contains("gateway.stall_timeout"));
+        assert!(error(&format!("{ENGINE}[policy.weights]\nwaste = -1\n")).contains("policy.weights = -1"));
+        assert!(error(&format!("{ENGINE}{ENGINE}")).contains("engines.url = http://127.0.0.1:1"));
+        let other = ENGINE.replace(":1\"", ":2\"");
+        assert!(error(&format!("{ENGINE}name = \"r1\"\n{other}")).contains("engines.name = r1"), "the second one's default name");
     }
 
     #[test]

@@ -4,16 +4,16 @@
 use std::sync::{Arc, atomic::Ordering};
 
 use axum::{
-    body::Body,
+    body::{Body, to_bytes},
     extract::{Request, State},
     response::{IntoResponse, Response},
 };
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header, request::Parts};
+use http::{HeaderMap, HeaderName, Method, StatusCode, header, request::Parts};
 use http_body_util::Full;
 
 use crate::{
-    api::read_body,
+    api::{choose_model, read_body},
     engine::{Engine, Health},
     fleet::Stage,
     gateway::Shared,
@@ -24,6 +24,9 @@ use crate::{
 
 /// Paths outside `/v1` that engines answer for clients. All others of an engine are its operator's business.
 const ROOT_PATHS: [&str; 4] = ["/tokenize", "/detokenize", "/version", "/score"];
+
+/// Of an engine's error, read whole to see what it says.
+const ERROR_BYTES_MAX: usize = 64 << 10;
 
 /// Headers of a client that an engine gets to see. Credentials are not among them.
 const TO_ENGINE: [HeaderName; 4] =
@@ -66,6 +69,9 @@ async fn pass(shared: &Shared, head: &Parts, body: Body) -> Result<Response, Ref
             bytes = object.to_vec().into();
         }
     }
+    if let Some(model) = &model {
+        choose_model(fleet, Some(model))?;
+    }
     let mut engines: Vec<Arc<Engine>> = fleet.engines();
     engines.retain(|engine| engine.facts().health == Health::Ready);
     engines.retain(|engine| model.as_ref().is_none_or(|model| engine.model(model).is_some()));
@@ -77,14 +83,25 @@ async fn pass(shared: &Shared, head: &Parts, body: Body) -> Result<Response, Ref
     let mut last = None;
     for engine in engines {
         match send(shared, &engine, head, &bytes).await {
-            // Another kind of engine may have what this one lacks. A bare 404 of its web framework would tell a client nothing.
-            Some(response) if response.status() == StatusCode::NOT_FOUND => last = last.or(Some(Refusal::NoSuchPath.into_response())),
+            // Another kind of engine may have what this one lacks.
             Some(response) if lacks_path(response.status()) => last = Some(response),
             Some(response) => return Ok(response),
             None => {}
         }
     }
-    last.ok_or(Refusal::NoReplica { retry_after: NO_REPLICA_RETRY })
+    match last {
+        Some(response) if response.status() == StatusCode::NOT_FOUND => explained(response).await,
+        Some(response) => Ok(response),
+        None => Err(Refusal::NoReplica { retry_after: NO_REPLICA_RETRY }),
+    }
+}
+
+/// A 404 that says what was not found; the bare one of an engine's web framework says nothing that a client's library could show.
+async fn explained(response: Response) -> Result<Response, Refusal> {
+    let (head, body) = response.into_parts();
+    let bytes = to_bytes(body, ERROR_BYTES_MAX).await.map_err(|_| Refusal::NoSuchPath)?;
+    let says_what = serde_json::from_slice::<RawObject>(&bytes).is_ok_and(|object| object.given("error").is_some());
+    if says_what { Ok(Response::from_parts(head, bytes.into())) } else { Err(Refusal::NoSuchPath) }
 }
 
 fn lacks_path(status: StatusCode) -> bool {

@@ -124,7 +124,55 @@ async fn other_paths_go_to_an_engine_that_has_them() {
     }
     assert_eq!(read_json(response.await.unwrap()).await["count"], 1);
     assert_eq!(front.post("/v1/load_lora_adapter", "{}").await.status(), 404);
-    assert_eq!(front.post("/v1/embeddings", r#"{"model":"nope"}"#).await.status(), 503);
+    assert_eq!(front.post("/v1/embeddings", r#"{"model":"nope"}"#).await.status(), 404);
+}
+
+#[tokio::test]
+async fn a_path_that_no_engine_has_is_named_in_openais_form() {
+    let mut engine = FakeEngine::start().await;
+    let front = Front::over(&[&engine]).await;
+    let missing = br#"{"error":{"message":"no response r1","type":"NotFoundError","param":null,"code":404}}"#;
+    for (body, message) in [(br#"{"detail":"Not Found"}"#.as_slice(), "has this path"), (missing.as_slice(), "no response r1")] {
+        let response = front.spawn_post("/v1/embeddings", r#"{"model":"smollm2-135m","input":"x"}"#, &[("x-request-id", "mine")]);
+        engine.call().await.reply(404, body);
+        let response = response.await.unwrap();
+        assert_eq!((response.status().as_u16(), &response.headers()["x-request-id"]), (404, &"mine".parse().unwrap()));
+        let error = read_json(response).await["error"]["message"].to_string();
+        assert!(error.contains(message), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn every_answer_carries_the_clients_request_id() {
+    let engine = FakeEngine::start().await;
+    let front = Front::over(&[&engine]).await;
+    let paths = [
+        (Method::GET, "/health", 200),
+        (Method::GET, "/v1/models", 200),
+        (Method::GET, "/v1/completions", 405),
+        (Method::GET, "/nothing/here", 404),
+        (Method::DELETE, "/baton/v1/policy", 405),
+        (Method::GET, "/baton/v1/decisions?limit=few", 400),
+    ];
+    for (method, path, status) in paths {
+        let response = front.send(method, path, &[("x-request-id", "mine")], "").await;
+        assert_eq!((response.status().as_u16(), &response.headers()["x-request-id"]), (status, &"mine".parse().unwrap()), "{path}");
+        if status >= 400 {
+            assert_eq!(read_json(response).await["error"]["code"], status, "{path}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn several_prompts_may_together_be_longer_than_the_context() {
+    let mut engine = FakeEngine::start().await;
+    let front = Front::over(&[&engine]).await;
+    let body = |prompts: &Value| json!({ "model": "smollm2-135m", "prompt": prompts, "max_tokens": 1 }).to_string();
+    let response = front.completion(&body(&json!([vec![5; 1500], vec![6; 1500]])));
+    engine.call().await.reply(400, b"{}");
+    assert_eq!(read(response.await.unwrap()).await, b"{}", "the engine was asked");
+    let refused = front.post("/v1/completions", &body(&json!([vec![5; 1500], vec![6; 2500]]))).await;
+    assert!(read_json(refused).await["error"]["message"].as_str().unwrap().contains("your prompt contains 2500"));
 }
 
 #[tokio::test]
