@@ -8,7 +8,7 @@ use baton_wire::{
     sse,
 };
 use bytes::Bytes;
-use http::{HeaderMap, Method, Request, StatusCode, header};
+use http::{HeaderMap, HeaderName, Method, Request, StatusCode, header};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper_util::{
@@ -19,9 +19,6 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::cli::BadInput;
-
-/// Names the replica that served a request, where the front door says so.
-const REPLICA_HEADER: &str = "x-baton-replica";
 
 /// Largest answer that is read whole.
 const BODY_BYTES_MAX: usize = 16 << 20;
@@ -49,6 +46,8 @@ pub(crate) struct ChatCall<'a> {
     /// Always `max_tokens` tokens, so that runs do the same work; not every server knows the field.
     pub(crate) ignore_eos: bool,
     pub(crate) session: Option<&'a str>,
+    /// Sent as `x-request-id`, so that a gateway's decisions can be found again.
+    pub(crate) id: &'a str,
 }
 
 /// How a request ended.
@@ -69,7 +68,6 @@ pub(crate) struct Seen {
     pub(crate) pieces: Vec<Duration>,
     pub(crate) end: Duration,
     pub(crate) usage: Option<Usage>,
-    pub(crate) replica: Option<String>,
 }
 
 impl Client {
@@ -112,8 +110,7 @@ impl Client {
 
     /// Sends a chat request and reads its stream to the end. Never fails: what goes wrong is in the ending.
     pub(crate) async fn chat(&self, call: &ChatCall<'_>) -> Seen {
-        let mut seen =
-            Seen { ending: Ending::Finished, text: String::new(), pieces: Vec::new(), end: Duration::ZERO, usage: None, replica: None };
+        let mut seen = Seen { ending: Ending::Finished, text: String::new(), pieces: Vec::new(), end: Duration::ZERO, usage: None };
         let begun = Instant::now();
         let ending = match tokio::time::timeout(self.timeout, self.stream(call, begun, &mut seen)).await {
             Ok(Ok(ending)) => ending,
@@ -131,12 +128,11 @@ impl Client {
         if call.ignore_eos {
             body["ignore_eos"] = Value::Bool(true);
         }
-        let mut headers = HeaderMap::new();
+        let mut headers = HeaderMap::from_iter([(HeaderName::from_static("x-request-id"), call.id.parse()?)]);
         if let Some(session) = call.session {
             headers.insert("x-session-id", session.parse()?);
         }
         let response = self.send(Method::POST, "/v1/chat/completions", Some(body), headers).await?;
-        seen.replica = response.headers().get(REPLICA_HEADER).and_then(|value| Some(value.to_str().ok()?.to_owned()));
         let status = response.status();
         if !status.is_success() {
             let is_refusal = status == StatusCode::TOO_MANY_REQUESTS
@@ -245,8 +241,7 @@ mod tests {
 
     #[test]
     fn output_counts_from_the_first_token() {
-        let mut seen =
-            Seen { ending: Ending::Finished, text: String::new(), pieces: Vec::new(), end: Duration::ZERO, usage: None, replica: None };
+        let mut seen = Seen { ending: Ending::Finished, text: String::new(), pieces: Vec::new(), end: Duration::ZERO, usage: None };
         let chunk = |choices: Value| {
             json!({"id": "i", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": choices}).to_string()
         };
@@ -264,8 +259,7 @@ mod tests {
 
     #[test]
     fn an_error_inside_a_stream_is_an_error() {
-        let mut seen =
-            Seen { ending: Ending::Finished, text: String::new(), pieces: Vec::new(), end: Duration::ZERO, usage: None, replica: None };
+        let mut seen = Seen { ending: Ending::Finished, text: String::new(), pieces: Vec::new(), end: Duration::ZERO, usage: None };
         let error = br#"{"error": {"message": "engine died", "type": "InternalServerError", "param": null, "code": 500}}"#;
         assert!(note_chunk(error, Duration::ZERO, &mut seen).unwrap_err().to_string().contains("engine died"));
     }

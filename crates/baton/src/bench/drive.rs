@@ -1,7 +1,8 @@
 //! Sends a plan, open loop: what is due is sent whether or not earlier requests have ended.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
+use http::Method;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tokio::{sync::mpsc, task::JoinSet, time::Instant};
 
@@ -36,7 +37,6 @@ pub(crate) struct Sample {
     pub(crate) prompt_tokens: Option<u32>,
     pub(crate) cached_tokens: Option<u32>,
     pub(crate) output_tokens: u32,
-    pub(crate) replica: Option<String>,
 }
 
 /// What a run gave.
@@ -46,6 +46,8 @@ pub(crate) struct Run {
     pub(crate) wall: Duration,
     /// Requests never sent, since one before them in their session failed.
     pub(crate) abandoned: usize,
+    /// Requests per replica by a Baton gateway's own record; empty for other targets.
+    pub(crate) replicas: BTreeMap<String, usize>,
 }
 
 impl Sample {
@@ -60,12 +62,14 @@ pub(crate) async fn drive(target: &Arc<Target>, plan: Plan, label: &str) -> Run 
     let requests = plan.requests();
     let bar = progress_bar(requests as u64, label);
     let plan = Arc::new(plan);
+    let run = format!("bench-{:016x}", fastrand::u64(..));
     let (sender, mut receiver) = mpsc::unbounded_channel();
     let begun = Instant::now();
     let mut sessions = JoinSet::new();
     for index in 0..plan.sessions.len() {
         let (target, plan, sender) = (Arc::clone(target), Arc::clone(&plan), sender.clone());
-        sessions.spawn(async move { run_session(&target, &plan, &plan.sessions[index], begun, &sender).await });
+        let ids = format!("{run}-{index}");
+        sessions.spawn(async move { run_session(&target, &plan, &plan.sessions[index], &ids, begun, &sender).await });
     }
     // Bounded by the plan: each request sends one sample.
     drop(sender);
@@ -80,10 +84,22 @@ pub(crate) async fn drive(target: &Arc<Target>, plan: Plan, label: &str) -> Run 
         }
     }
     bar.finish_and_clear();
-    Run { abandoned: requests - samples.len(), wall: begun.elapsed().div_f64(target.time_scale), samples }
+    let wall = begun.elapsed().div_f64(target.time_scale);
+    Run { abandoned: requests - samples.len(), wall, samples, replicas: replicas(&target.client, &run).await }
 }
 
-async fn run_session(target: &Target, plan: &Plan, session: &Session, begun: Instant, samples: &mpsc::UnboundedSender<Sample>) {
+/// Where a run's requests went. A gateway remembers a bounded number of decisions, so a very long run shows its end.
+async fn replicas(client: &Client, run: &str) -> BTreeMap<String, usize> {
+    let mut counts = BTreeMap::new();
+    let Ok(answer) = client.admin(Method::GET, "/baton/v1/decisions?limit=4096", None).await else { return counts };
+    let decisions = answer["decisions"].as_array().into_iter().flatten();
+    for decision in decisions.filter(|decision| decision["x_request_id"].as_str().is_some_and(|id| id.starts_with(run))) {
+        *counts.entry(format!("r{}", decision["chosen"])).or_default() += 1;
+    }
+    counts
+}
+
+async fn run_session(target: &Target, plan: &Plan, session: &Session, ids: &str, begun: Instant, samples: &mpsc::UnboundedSender<Sample>) {
     let mut messages = Vec::new();
     let mut due = begun + session.start.mul_f64(target.time_scale);
     for (turn, request) in session.turns.iter().enumerate() {
@@ -98,6 +114,7 @@ async fn run_session(target: &Target, plan: &Plan, session: &Session, begun: Ins
             max_tokens: request.max_tokens,
             ignore_eos: target.ignore_eos,
             session: target.send_session.then_some(session.id.as_str()),
+            id: &format!("{ids}-{turn}"),
         };
         let seen = target.client.chat(&call).await;
         due = Instant::now();
@@ -122,7 +139,6 @@ fn sample(turn: usize, late: Duration, seen: Seen, time_scale: f64) -> Sample {
         prompt_tokens: usage.map(|usage| usage.prompt_tokens),
         cached_tokens: usage.and_then(baton_wire::openai::Usage::cached_tokens),
         output_tokens: usage.map_or(seen.pieces.len() as u32, |usage| usage.completion_tokens),
-        replica: seen.replica,
         ending: seen.ending,
     }
 }
@@ -142,14 +158,7 @@ mod tests {
     #[test]
     fn latencies_count_from_when_a_request_was_due() {
         let ms = Duration::from_millis;
-        let seen = Seen {
-            ending: Ending::Finished,
-            text: String::new(),
-            pieces: vec![ms(10), ms(30), ms(40)],
-            end: ms(45),
-            usage: None,
-            replica: None,
-        };
+        let seen = Seen { ending: Ending::Finished, text: String::new(), pieces: vec![ms(10), ms(30), ms(40)], end: ms(45), usage: None };
         let real = sample(0, ms(100), seen.clone(), 1.0);
         assert_eq!((real.ttft, real.e2e, real.tpot()), (Some(ms(110)), ms(145), Some(ms(15))));
         let slowed = sample(0, ms(100), seen, 10.0);

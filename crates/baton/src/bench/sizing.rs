@@ -169,6 +169,7 @@ async fn burst(target: &Target, rng: &mut Rng, requests: u32, prompt_tokens: u32
                 max_tokens: output_tokens,
                 ignore_eos: target.ignore_eos,
                 session: None,
+                id: "bench-probe",
             };
             target.client.chat(&call).await
         });
