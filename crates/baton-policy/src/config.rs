@@ -57,6 +57,7 @@ pub struct PriceWeights {
     /// Server time wasted by waiting beside an idle replica or by computing a prefix again.
     pub waste: f64,
     /// A millisecond by which a running request's tokens are delayed, against one of a first token.
+    /// Mixed work, seeds 11-20, p90/p99 ms: weight 0 gives 39/1,620, 0.1 36/1,657, 1 41/2,099.
     pub decode: f64,
 }
 
