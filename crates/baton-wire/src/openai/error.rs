@@ -1,5 +1,8 @@
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use serde_json::{Value, error::Category};
+use serde_json::{Map, Value, error::Category};
+
+/// Bodies up to this size are read again, once for each field, to find the one at fault.
+const SEARCHED_BYTES_MAX: usize = 64 << 10;
 
 /// `{"error": {…}}`: the body of every refusal and failure, and the in-band event of a stream that failed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -28,12 +31,37 @@ pub fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ErrorBody> {
         let missing = text.strip_prefix("missing field `").and_then(|rest| rest.split('`').next());
         match (error.classify(), missing) {
             (Category::Data, Some(field)) => ErrorBody::missing_field(field),
-            (Category::Data, None) => ErrorBody::validation("value_error", "body", &text),
+            (Category::Data, None) => {
+                let field = field_at_fault::<T>(body, &text);
+                let place = field.map_or_else(|| "body".to_owned(), |field| format!("body.{field}"));
+                ErrorBody::validation("value_error", &place, problem(&text))
+            }
             (Category::Syntax | Category::Eof | Category::Io, _) => {
                 ErrorBody::validation("json_invalid", &format!("body.{}", offset(body, &error)), &format!("JSON decode error: {text}"))
             }
         }
     })
+}
+
+/// The field without which the body can be read, or fails otherwise. serde does not say: it reads flattened fields at the object's end.
+fn field_at_fault<T: DeserializeOwned>(body: &[u8], text: &str) -> Option<String> {
+    if body.len() > SEARCHED_BYTES_MAX {
+        return None;
+    }
+    let fields: Map<String, Value> = serde_json::from_slice(body).ok()?;
+    let cures = |name: &&String| {
+        let rest: Map<String, Value> = fields.iter().filter(|(other, _)| other != name).map(|(k, v)| (k.clone(), v.clone())).collect();
+        serde_json::from_value::<T>(Value::Object(rest)).err().is_none_or(|error| {
+            let left = error.to_string();
+            left != problem(text) && !left.starts_with("missing field")
+        })
+    };
+    fields.keys().find(cures).cloned()
+}
+
+/// serde's words without its line and column, which are those of a body that a proxy may have written anew.
+fn problem(text: &str) -> &str {
+    text.rsplit_once(" at line ").map_or(text, |(problem, _)| problem)
 }
 
 /// Bytes before the place that serde names by line and column.

@@ -132,7 +132,7 @@ pub struct StreamOptions {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a string or an array of strings")]
 pub enum Stop {
     One(String),
     Many(Vec<String>),
@@ -203,7 +203,7 @@ impl<'de> Deserialize<'de> for Prompt {
         struct PromptVisitor;
 
         #[derive(Deserialize)]
-        #[serde(untagged)]
+        #[serde(untagged, expecting = "expected token ids from 0 to 4294967295, strings, or arrays of token ids")]
         enum First {
             Token(u32),
             Text(String),

@@ -83,3 +83,27 @@ proptest! {
         let _ = (parse::<ChatRequest>(&body), parse::<CompletionRequest>(json.as_bytes()), parse::<Prompt>(json.as_bytes()));
     }
 }
+
+#[test]
+fn a_field_of_a_wrong_type_is_named() {
+    let complaint = |field: &str, value: &str| {
+        let body = format!(r#"{{"model":"m","prompt":"p","n":1,"{field}":{value},"user":"u"}}"#);
+        let error = parse::<CompletionRequest>(body.as_bytes()).unwrap_err();
+        (error.param.unwrap(), error.message)
+    };
+    for (field, value, words) in [
+        ("temperature", r#""hot""#, "invalid type: string \"hot\""),
+        ("logprobs", "-1", "invalid value: integer `-1`"),
+        ("seed", "1.5", "floating point `1.5`"),
+        ("stop", "5", "expected a string or an array of strings"),
+        ("stream", "1", "expected a boolean"),
+    ] {
+        let (param, message) = complaint(field, value);
+        assert_eq!(param, format!("body.{field}"), "{message}");
+        assert!(message.contains(words) && !message.contains(" at line "), "{message}");
+    }
+    let error = parse::<CompletionRequest>(br#"{"prompt":[-1]}"#).unwrap_err();
+    assert!(error.message.contains("expected token ids from 0"), "{}", error.message);
+    let two = parse::<CompletionRequest>(br#"{"prompt":"p","n":"x","seed":"y"}"#).unwrap_err();
+    assert!(["body.n", "body.seed"].contains(&two.param.as_deref().unwrap()), "the first of two: {two:?}");
+}
