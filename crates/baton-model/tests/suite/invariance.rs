@@ -173,3 +173,18 @@ fn samples_of_a_row_do_not_depend_on_its_neighbours() {
         assert_eq!(rows(std::slice::from_ref(sequence))[0], *expected);
     }
 }
+
+/// Logits after "The capital of France is" for each build and path. Whoever changes them must raise `REDUCTION_RULE` too, as
+/// replicas that claim one `numerics_id` continue each other's requests.
+#[test]
+fn the_numerics_id_stands_for_these_bits() {
+    let path = baton_testkit::smollm2();
+    for kernel in kernel_paths() {
+        let mut executor = CpuExecutor::load(&path, &CpuConfig { kernel: Some(kernel), ..config() }).unwrap();
+        let logits = alone(&mut executor, &[504, 3575, 282, 4649, 314], 16);
+        let bytes: Vec<u8> = logits.iter().flat_map(|bits| bits.to_le_bytes()).collect();
+        let expected_id = "baton-cpu/rule=1/model=1dff70ef9e211d0ab8951aa641e75aa1/weights=Q4_1+Q8_0+F32/kv=f32/activations=f32";
+        assert_eq!(executor.numerics_id(), expected_id);
+        assert_eq!(xxhash_rust::xxh3::xxh3_64(&bytes), 0xbc39_4687_a247_2b99, "{kernel}");
+    }
+}
