@@ -124,6 +124,12 @@ pub(crate) fn span(text: &str) -> Result<Duration, String> {
     humantime::parse_duration(text).map_err(|error| format!("{error}; write for example 200ms or 2s"))
 }
 
+/// A span as typed, above zero.
+pub(crate) fn some_span(text: &str) -> Result<Duration, String> {
+    let span = span(text)?;
+    if span.is_zero() { Err("must be above 0; write for example 200ms or 2s".to_owned()) } else { Ok(span) }
+}
+
 /// A finite number above zero.
 pub(crate) fn positive(text: &str) -> Result<f64, String> {
     let number = text.parse::<f64>().ok().filter(|number| number.is_finite() && *number > 0.0);
@@ -173,6 +179,7 @@ mod tests {
         }
         assert_eq!(Size(3 << 29).to_string(), "1.5 GiB");
         assert_eq!(span("200ms"), Ok(Duration::from_millis(200)));
+        assert!(span("0s").is_ok() && some_span("0s").is_err());
         assert!(span("5").is_err() && positive("nan").is_err() && positive("0").is_err());
     }
 }

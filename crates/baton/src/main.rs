@@ -12,7 +12,10 @@ mod replica;
 mod serve;
 mod up;
 
-use std::{io::Write as _, process::ExitCode};
+use std::{
+    io::{self, IsTerminal as _, Write as _},
+    process::ExitCode,
+};
 
 use tracing_subscriber::{EnvFilter, filter::LevelFilter};
 
@@ -31,12 +34,14 @@ fn main() -> ExitCode {
         Command::Up(args) => up::run(&args),
         Command::Serve(args) => serve::run(&args),
         Command::Replica(args) => replica::run(&args),
-        Command::Price(args) => price::run(&args, &mut std::io::stdout().lock()),
+        Command::Price(args) => price::run(&args, &mut io::stdout().lock()),
         Command::Bench(args) => bench::run(&args),
         Command::Model { command: ModelCommand::Pull(args) } => model_pull::run(&args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,
+        // As in `baton price | head`: whoever read has seen enough.
+        Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             complain(&format!("{error:#}"));
             if error.is::<BadInput>() { ExitCode::from(BAD_INPUT) } else { ExitCode::FAILURE }
@@ -44,11 +49,16 @@ fn main() -> ExitCode {
     }
 }
 
+fn is_closed_pipe(error: &anyhow::Error) -> bool {
+    let io = error.downcast_ref::<io::Error>().map(io::Error::kind);
+    io.or_else(|| error.downcast_ref::<serde_json::Error>()?.io_error_kind()) == Some(io::ErrorKind::BrokenPipe)
+}
+
 fn reply(answer: Answer) -> ExitCode {
     match answer {
         Answer::Text(text) => {
             // Nobody is left to tell when stdout is closed.
-            let _ = std::io::stdout().write_all(text.as_bytes());
+            let _ = io::stdout().write_all(text.as_bytes());
             ExitCode::SUCCESS
         }
         Answer::Usage(text) => {
@@ -71,5 +81,7 @@ fn complain(message: &str) {
 /// `BATON_LOG` takes filters such as `info` or `baton_gateway=debug`.
 fn log_to_stderr() {
     let filter = EnvFilter::builder().with_default_directive(LevelFilter::WARN.into()).with_env_var("BATON_LOG").from_env_lossy();
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    // Colours are for eyes; in a log file they are noise that breaks searches.
+    let ansi = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_ansi(ansi).init();
 }

@@ -225,7 +225,7 @@ fn bad_input(error: &UnknownName) -> BadInput {
 }
 
 fn read_config(path: &Path) -> anyhow::Result<ModelShape> {
-    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text = std::fs::read_to_string(path).map_err(|error| BadInput(format!("cannot read {}: {error}", path.display())))?;
     let shape = ModelShape::from_hf_config(&text).map_err(|error| BadInput(format!("{}: {error}", path.display())))?;
     Ok(shape)
 }

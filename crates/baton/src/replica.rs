@@ -14,7 +14,7 @@ use clap::{Args, ValueEnum};
 use tokio::{net::TcpListener, sync::oneshot};
 
 use crate::{
-    cli::{BadInput, Size, positive, span},
+    cli::{BadInput, Size, positive, some_span},
     host, model_pull, price,
 };
 
@@ -86,7 +86,7 @@ pub(crate) struct ReplicaArgs {
     #[arg(long, default_value_t = 256, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     max_running: u32,
     /// Longest step, from which the tokens of a step follow; default 200ms for cpu, 50ms for timed
-    #[arg(long, value_parser = span, value_name = "SPAN", conflicts_with = "token_budget")]
+    #[arg(long, value_parser = some_span, value_name = "SPAN", conflicts_with = "token_budget")]
     tbt_target: Option<Duration>,
     /// Tokens of one step, fixed
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
@@ -161,8 +161,10 @@ fn cpu(args: &ReplicaArgs) -> Result<Parts> {
         kernel: None,
         max_model_len: args.max_model_len.map(|tokens| tokens as usize),
     };
-    let mut executor =
-        CpuExecutor::load(&weights.path, &config).map_err(|error| BadInput(format!("{}: {error}", weights.path.display())))?;
+    let mut executor = CpuExecutor::load(&weights.path, &config).map_err(|error| {
+        let (path, error) = (weights.path.display().to_string(), error.to_string());
+        BadInput(if error.starts_with(&path) { error } else { format!("{path}: {error}") })
+    })?;
     let prior = prior::measure(&mut executor, blocks, block_size(args)?);
     let length = Tokens(executor.max_model_len());
     let mut engine = engine_config(args, &weights.name, blocks, length, prior)?;
@@ -193,6 +195,18 @@ fn timed(args: &ReplicaArgs) -> Result<Parts> {
     let mut config = ReplicaConfig::new(&args.id, &shape.name, engine, pace);
     rename(&mut config, args);
     Ok(Parts { config, executor: Box::new(executor), tokenizer })
+}
+
+/// Whether an emulated replica of `model` on `device` could start, told at once and once for a whole fleet.
+pub(crate) fn check_timed(model: Option<&str>, device: Option<&str>) -> Result<()> {
+    let shape = price::find_model(model.unwrap_or(TIMED_MODEL))?;
+    let name = device.unwrap_or(TIMED_DEVICE);
+    // This machine's CPU would have to be measured; it has room for any model that is emulated.
+    if !name.eq_ignore_ascii_case("cpu") {
+        let device = price::find_device(name).map_err(|error| BadInput(error.to_string()))?;
+        blocks_left(&shape, &device, None, 1)?;
+    }
+    Ok(())
 }
 
 fn refuse(given: bool, flag: &str, engine: &str) -> Result<(), BadInput> {
@@ -239,9 +253,13 @@ fn timed_blocks(args: &ReplicaArgs, shape: &ModelShape, device: &Device) -> Resu
     if let Some(blocks) = args.blocks {
         return Ok(Blocks(blocks));
     }
+    blocks_left(shape, device, args.kv_memory, args.block_size)
+}
+
+fn blocks_left(shape: &ModelShape, device: &Device, given: Option<Size>, block_size: u32) -> Result<Blocks> {
     let left = device.usable_bytes() - shape.weight_bytes();
-    let memory = args.kv_memory.map_or(left, |size| size.0 as f64);
-    blocks_in(memory, shape, shape.kv_dtype_bytes, args.block_size).ok_or_else(|| {
+    let memory = given.map_or(left, |size| size.0 as f64);
+    blocks_in(memory, shape, shape.kv_dtype_bytes, block_size).ok_or_else(|| {
         let (weights, usable) = (Size(shape.weight_bytes() as u64), Size(device.usable_bytes() as u64));
         let message =
             format!("{} has {weights} of weights, {} has {usable}: no room for KV; give --kv-memory or --blocks", shape.name, device.name);

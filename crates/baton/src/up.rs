@@ -206,6 +206,7 @@ fn cpu(args: &UpArgs, weights: &Weights) -> Result<Fleet> {
 }
 
 fn timed(args: &UpArgs, model: Option<&str>) -> Result<Fleet> {
+    replica::check_timed(model, args.device.as_deref())?;
     let mut flags = Vec::new();
     for (flag, value) in [
         ("--model", model.map(str::to_owned)),

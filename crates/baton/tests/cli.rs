@@ -6,7 +6,7 @@ mod common;
 
 use std::net::TcpListener;
 
-use common::{Server, run};
+use common::{Server, baton, http, run};
 
 #[track_caller]
 fn check_bad_input(args: &[&str], part: &str) {
@@ -30,6 +30,11 @@ fn mistakes_are_told_in_one_line_with_exit_code_2() {
     check_bad_input(&["replica", "--port", "0", "--engine", "timed", "--device", "nope"], "h100");
     check_bad_input(&["replica", "--port", "0", "--engine", "timed", "--model", "llama-3-70b", "--device", "a10"], "no room for KV");
     check_bad_input(&["replica", "--port", "0", "--time-scale", "2"], "--engine timed only");
+    check_bad_input(&["up", "--port", "0", "--engine", "timed", "--model", "nope"], "llama-2-7b");
+    check_bad_input(&["up", "--port", "0", "--engine", "timed", "--device", "nope"], "h100");
+    check_bad_input(&["up", "--port", "0", "--engine", "timed", "--model", "llama-3-70b", "--device", "a10"], "no room for KV");
+    check_bad_input(&["up", "--port", "0", "--engine", "cpu", "--model", "/"], "cannot read /config.json");
+    check_bad_input(&["replica", "--port", "0", "--engine", "timed", "--tbt-target", "0s"], "--tbt-target");
     check_bad_input(&["serve"], "--config");
     check_bad_input(&["serve", "--config", "/no/such.toml"], "--print-config");
     check_bad_input(&["bench", "--url", "https://example.org"], "http://");
@@ -45,6 +50,29 @@ fn a_port_in_use_is_told_before_anything_is_loaded() {
     let port = taken.local_addr().unwrap().port().to_string();
     check_bad_input(&["up", "--port", &port], "is in use");
     check_bad_input(&["replica", "--port", &port], "is in use");
+}
+
+#[test]
+fn a_log_that_nobody_watches_has_no_colours() {
+    let path = std::env::temp_dir().join(format!("baton-colours-{}.toml", std::process::id()));
+    std::fs::write(&path, "[gateway]\nbind = \"127.0.0.1:0\"\n[[engines]]\nurl = \"http://127.0.0.1:9\"\nkind = \"vllm\"\n").unwrap();
+    let mut command = baton();
+    command.args(["serve", "--config", path.to_str().unwrap()]).env("BATON_LOG", "info").env_remove("NO_COLOR");
+    let (server, log) = Server::start_command(command);
+    assert_eq!(http(&server.url, "PUT", "/baton/v1/policy", r#"{"name":"random"}"#).0, 200);
+    let log = log();
+    std::fs::remove_file(path).unwrap();
+    assert!(log.contains("policy changed") && !log.contains('\u{1b}'), "{log}");
+}
+
+#[test]
+fn a_reader_that_has_seen_enough_is_no_error() {
+    for args in [["price", "lecture"].as_slice(), &["price", "--json"]] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let output = baton().args(args).stdout(writer).output().unwrap();
+        assert!(output.status.success() && output.stderr.is_empty(), "{args:?}: {output:?}");
+    }
 }
 
 #[test]

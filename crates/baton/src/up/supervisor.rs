@@ -11,7 +11,7 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-use crate::replica::EngineKind;
+use crate::{cli::BadInput, replica::EngineKind};
 
 /// Loading weights from a slow disk, with room.
 const START_TIMEOUT: Duration = Duration::from_mins(5);
@@ -129,8 +129,15 @@ impl Process {
             Err(_) => bail!("replica {name} was not ready after {}", humantime::format_duration(START_TIMEOUT)),
         };
         let Some(url) = line.as_deref().and_then(|line| line.strip_prefix("listening on ")) else {
-            let how = child.wait().await.map_or_else(|error| error.to_string(), |status| status.to_string());
-            bail!("replica {name} did not start ({how}); its own message stands above");
+            let status = child.wait().await;
+            let bad_input = status.as_ref().is_ok_and(|status| status.code() == Some(crate::BAD_INPUT.into()));
+            let how = status.map_or_else(|error| error.to_string(), |status| status.to_string());
+            let message = format!("replica {name} did not start ({how}); its own message stands above");
+            // What a replica was started with is what was typed here.
+            if bad_input {
+                return Err(BadInput(message).into());
+            }
+            bail!(message);
         };
         Ok(Self { child, stdin, url: url.parse()?, started: Instant::now() })
     }
