@@ -6,15 +6,18 @@ use baton_kv::Applied;
 use baton_units::{Incarnation, ReplicaId};
 use baton_wire::kv_events::{Message, decode, replay_request};
 use bytes::Bytes;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 use zeromq::{DealerSocket, Socket, SocketRecv, SocketSend, SubSocket, ZmqError, ZmqMessage};
 
 use crate::{config::EngineKind, engine::Engine, fleet::Fleet};
 
 /// Longest wait for the next message of a replay.
 const REPLAY_TIMEOUT: Duration = Duration::from_secs(5);
-/// Before a broken subscription is made anew.
+/// Before a broken subscription is made anew: at first, and at most.
 const RETRY_PAUSE: Duration = Duration::from_millis(500);
+const RETRY_PAUSE_MAX: Duration = Duration::from_secs(30);
+/// A subscription that lasted this long broke of something new.
+const LASTED: Duration = Duration::from_mins(1);
 /// After subscribing: what was published before the subscription took effect is fetched once more.
 const SETTLE: Duration = Duration::from_millis(300);
 
@@ -77,11 +80,20 @@ fn wildcard_port(endpoint: &str) -> Option<&str> {
 /// Keeps the index informed until the task is stopped.
 pub(super) async fn follow(fleet: Arc<Fleet>, replica: ReplicaId, stream: Stream) {
     let follower = Follower { fleet, replica, stream };
+    let mut failures = 0;
     loop {
+        let began = Instant::now();
         let Err(error) = follower.subscribe_and_read().await;
-        tracing::warn!(%replica, %error, "KV events interrupted");
-        sleep(RETRY_PAUSE).await;
+        failures = if began.elapsed() < LASTED { failures + 1 } else { 1 };
+        let pause = retry_pause(failures);
+        tracing::warn!(%replica, %error, ?pause, "KV events interrupted");
+        sleep(pause).await;
     }
+}
+
+/// What cannot be had is asked for, and complained of, ever less often.
+fn retry_pause(failures: u32) -> Duration {
+    RETRY_PAUSE.saturating_mul(1 << failures.saturating_sub(1).min(16)).min(RETRY_PAUSE_MAX)
 }
 
 struct Follower {
@@ -165,6 +177,11 @@ impl Follower {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_stream_that_cannot_be_had_is_tried_ever_less_often() {
+        assert_eq!([1, 2, 3, 7, u32::MAX].map(|failures| retry_pause(failures).as_millis()), [500, 1000, 2000, 30_000, 30_000]);
+    }
 
     #[test]
     fn the_side_that_binds_follows_vllms_rule() {

@@ -56,7 +56,7 @@ pub(super) async fn kv_event_sources(State(app): State<Arc<App>>) -> Response {
         let rank = json!({
             "enable_kv_cache_events": true,
             "publisher": "zmq",
-            "endpoint": source.endpoint,
+            "endpoint": bound(&source.endpoint),
             "replay_endpoint": source.replay_endpoint,
             "buffer_steps": REPLAY_BATCHES,
             "hwm": 100_000,
@@ -66,6 +66,12 @@ pub(super) async fn kv_event_sources(State(app): State<Arc<App>>) -> Response {
         ("0".to_owned(), rank)
     });
     json_response(StatusCode::OK, &source.into_iter().collect::<Map<_, _>>())
+}
+
+/// The endpoint as vLLM writes one that it binds. A concrete host there means that the publisher connects, and that whoever reads
+/// this should bind the address, which is taken.
+fn bound(endpoint: &str) -> String {
+    endpoint.rsplit_once(':').map_or_else(|| endpoint.to_owned(), |(_, port)| format!("tcp://*:{port}"))
 }
 
 #[derive(Debug, Default, Deserialize)]

@@ -86,6 +86,15 @@ async fn events_are_published_in_sequence_and_can_be_replayed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn the_source_is_told_as_by_a_vllm_that_binds_it() {
+    let replica = Replica::start(config()).await;
+    let told = replica.get("/kv_event_sources").await.json()["0"]["endpoint"].as_str().unwrap().to_owned();
+    let bound = replica.report().await.kv_events.unwrap().endpoint;
+    assert_eq!(told.strip_prefix("tcp://*:"), bound.strip_prefix("tcp://127.0.0.1:"));
+    replica.stop().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_replica_without_events_names_no_source() {
     let mut config = config();
     config.kv_events = None;
