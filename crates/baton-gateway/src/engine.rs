@@ -17,7 +17,7 @@ use baton_units::{Incarnation, ReplicaId, Time, Tokens};
 use baton_wire::{openai::ModelCard, replica::KvEventSource};
 use http::Uri;
 use serde::{Deserialize, Deserializer, Serialize};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 
 use crate::config::EngineConfig;
 
@@ -115,6 +115,8 @@ pub(crate) struct Engine {
     pub(crate) probe: Notify,
     /// When output last came from it, for any request.
     spoke_at: AtomicU64,
+    /// Times that it was found dead.
+    deaths: watch::Sender<u32>,
 }
 
 /// What the watcher learns and requests read.
@@ -156,7 +158,15 @@ impl Engine {
             step_error: 0.0,
         };
         let name = config.name.clone().unwrap_or_else(|| id.to_string());
-        Self { id, name, config, facts: Mutex::new(facts), probe: Notify::new(), spoke_at: AtomicU64::new(0) }
+        Self {
+            id,
+            name,
+            config,
+            facts: Mutex::new(facts),
+            probe: Notify::new(),
+            spoke_at: AtomicU64::new(0),
+            deaths: watch::Sender::new(0),
+        }
     }
 
     pub(crate) fn facts(&self) -> MutexGuard<'_, Facts> {
@@ -171,6 +181,16 @@ impl Engine {
 
     pub(crate) fn spoke_at(&self) -> Time {
         Time(self.spoke_at.load(Ordering::Relaxed))
+    }
+
+    /// It was found dead: attempts that wait for its first token may go elsewhere.
+    pub(crate) fn died(&self) {
+        self.deaths.send_modify(|deaths| *deaths = deaths.wrapping_add(1));
+    }
+
+    /// Changes when it is found dead from here on.
+    pub(crate) fn deaths(&self) -> watch::Receiver<u32> {
+        self.deaths.subscribe()
     }
 
     /// An attempt began to give tokens.

@@ -17,7 +17,7 @@ use baton_wire::{
 use bytes::Bytes;
 use http::{HeaderValue, Method, Response, StatusCode, header};
 use http_body_util::Full;
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 
 use self::outlet::{Outlet, Stirring};
 use crate::{
@@ -92,6 +92,9 @@ struct Running {
     assembler: Option<Assembler>,
     /// Next output index of each choice, as this engine counts.
     next: BTreeMap<u32, u32>,
+    /// Tells that the engine was found dead, as after a host went away without a word. `None` where the answer comes whole: an engine
+    /// that shows no progress may only be slow to answer probes.
+    deaths: Option<watch::Receiver<u32>>,
 }
 
 /// What woke the loop.
@@ -101,6 +104,8 @@ enum Wake {
     Timeout,
     Verdict(Option<Verdict>),
     Arrived(Arrived),
+    /// The replica was found dead before its first token.
+    Died,
 }
 
 impl Exchange {
@@ -153,12 +158,14 @@ impl Exchange {
     async fn wait(&mut self) -> Wake {
         let due = self.fleet.clock.instant(self.session.poll_timeout().unwrap_or(Time::NEVER));
         let blocked = self.outlet.is_blocked();
+        let deaths = self.attempt.as_ref().filter(|_| self.session.awaits_first_token()).and_then(|running| running.deaths.clone());
         tokio::select! {
             biased;
             stirring = self.outlet.stirring() => Wake::Client(stirring),
             () = self.fleet.reached(Stage::Closing) => Wake::Closing,
             verdict = told(&mut self.verdict) => Wake::Verdict(verdict),
             arrived = next(&mut self.attempt), if !blocked => Wake::Arrived(arrived),
+            () = found_dead(deaths) => Wake::Died,
             () = tokio::time::sleep_until(due) => Wake::Timeout,
         }
     }
@@ -188,6 +195,17 @@ impl Exchange {
                 self.decided(verdict.unwrap_or(Verdict::Refuse(baton_policy::Refusal::NoReplica)));
             }
             Wake::Arrived(arrived) => self.arrived(arrived),
+            Wake::Died => self.died(),
+        }
+    }
+
+    /// Gives up a dead replica where another one can take the request; where none can, it may still come back to life.
+    fn died(&mut self) {
+        let Some(running) = &mut self.attempt else { return };
+        running.deaths = None;
+        let epoch = running.epoch;
+        if self.fleet.any_ready() {
+            self.attempt_failed(epoch, Fault::Unreachable);
         }
     }
 
@@ -301,12 +319,14 @@ impl Exchange {
         self.sent_at = now;
         self.extensions = 0;
         self.last_replica = Some(owner.replica);
+        let deaths = (mode != Mode::Whole).then(|| engine.deaths());
         self.attempt = Some(Running {
             attempt: self.fleet.upstream.start(request, expect),
             engine,
             epoch: owner.epoch,
             assembler,
             next: BTreeMap::new(),
+            deaths,
         });
     }
 
@@ -553,6 +573,14 @@ impl Exchange {
 async fn told(verdict: &mut Option<oneshot::Receiver<Verdict>>) -> Option<Verdict> {
     match verdict {
         Some(verdict) => verdict.await.ok(),
+        None => std::future::pending().await,
+    }
+}
+
+async fn found_dead(deaths: Option<watch::Receiver<u32>>) {
+    match deaths {
+        // The sender is the engine's, which the attempt holds.
+        Some(mut deaths) => _ = deaths.changed().await,
         None => std::future::pending().await,
     }
 }

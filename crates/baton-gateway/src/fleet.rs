@@ -257,6 +257,9 @@ impl Fleet {
         let state = if health == Health::Dead { ReplicaState::Dead } else { ReplicaState::Suspect };
         self.with_router(|router, now| router.set_state(engine.id, state, now));
         self.health_changed();
+        if health == Health::Dead {
+            engine.died();
+        }
     }
 
     /// Ends when at least `replicas` take requests.

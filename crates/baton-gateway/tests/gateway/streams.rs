@@ -205,6 +205,27 @@ async fn an_engine_that_hangs_before_its_first_token_loses_the_request_to_anothe
     response.await.unwrap();
 }
 
+/// As when a host freezes or loses its network: no connection breaks, and only probes tell.
+#[tokio::test]
+async fn a_replica_found_dead_loses_requests_that_wait_for_their_first_token() {
+    for ask in [ASK.to_owned(), ASK.replace(",\"stream\":true", "")] {
+        let (mut a, mut b) = (FakeEngine::start().await, FakeEngine::start().await);
+        let mut config = config(&[&a, &b]);
+        config.gateway.first_token_timeout = Duration::from_hours(1);
+        let front = Front::with(config).await;
+        let response = front.chat(&ask);
+        let (silent, id, other) = tokio::select! {
+            call = a.call() => (call, 0, &mut b),
+            call = b.call() => (call, 1, &mut a),
+        };
+        front.gateway.replica_down(baton_units::ReplicaId(id));
+        let second = other.call().await;
+        silent.given_up().await;
+        second.play(&recorded(CHAT).1).await;
+        assert!(text(&read(response.await.unwrap()).await).contains(" Paris"));
+    }
+}
+
 #[tokio::test]
 async fn when_every_attempt_fails_the_client_gets_a_status() {
     let (mut a, mut b) = (FakeEngine::start().await, FakeEngine::start().await);
