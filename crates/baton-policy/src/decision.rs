@@ -21,6 +21,7 @@ pub struct DecisionRecord {
     pub held_ms: f64,
     pub quotes: Vec<Quote>,
     pub chosen: ReplicaId,
+    pub reason: Reason,
     /// Candidate with the lowest total beside the chosen one.
     pub runner_up: Option<ReplicaId>,
     /// Wait and prefill at the chosen replica.
@@ -28,6 +29,22 @@ pub struct DecisionRecord {
     pub realised: Realised,
     /// Realised TTFT less the lowest one predicted for any other candidate, at least zero; `None` until the first token.
     pub regret_ms: Option<f64>,
+}
+
+/// Why the chosen replica, which need not have the lowest total.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Reason {
+    /// Its total is the lowest.
+    Lowest,
+    /// The lowest total is less than the model's own error away; fewer requests in flight or a draw decided.
+    Tie,
+    /// The session is there, and leaving would gain too little.
+    Stays,
+    /// The session begins, and of those that cost little more than the lowest this one has the fewest sessions.
+    Starts,
+    /// Another policy than `price`, which goes by its name.
+    Rule,
 }
 
 /// What one candidate would cost.

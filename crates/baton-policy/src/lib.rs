@@ -23,7 +23,7 @@ mod reuse;
 mod router;
 
 pub use config::{PriceWeights, RouterConfig};
-pub use decision::{DecisionRecord, Quote, Realised, Terms};
+pub use decision::{DecisionRecord, Quote, Realised, Reason, Terms};
 pub use policy::{PolicyName, UnknownPolicy};
 pub use replica::{Discipline, LoadReport, ReplicaSpec, ReplicaState, ReplicaStatus};
 pub use request::{Arrival, Outcome, Placed, PrefixCopy, Refusal, Verdict};

@@ -11,7 +11,7 @@ mod least_outstanding;
 mod least_response_time;
 mod longest_prefix;
 mod power_of_two;
-mod price;
+pub(crate) mod price;
 mod random;
 mod round_robin;
 mod session_hash;

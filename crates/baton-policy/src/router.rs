@@ -5,15 +5,15 @@ use baton_kv::{Applied, BlockKey, Change, FleetIndex, KvEventBatch};
 use baton_units::{Blocks, DurationMs, Incarnation, ReplicaId, RequestId, Time, Tokens};
 
 use crate::{
-    Arrival, DecisionRecord, LoadReport, Outcome, Placed, PolicyName, PrefixCopy, Quote, Realised, Refusal, ReplicaSpec, ReplicaState,
-    ReplicaStatus, RouterConfig, Verdict,
+    Arrival, DecisionRecord, LoadReport, Outcome, Placed, PolicyName, PrefixCopy, Quote, Realised, Reason, Refusal, ReplicaSpec,
+    ReplicaState, ReplicaStatus, RouterConfig, Verdict,
     chains::{ChainId, Chains},
     copies::Rents,
     decision::DecisionLog,
     demand::Demand,
     fleet::Replica,
     held::{Held, Place, Waiting},
-    policy::{Policy, RequestView},
+    policy::{Policy, RequestView, price::Price},
     quoting::{Quoted, Scratch, backlog_at_ms},
     reuse::Reuse,
 };
@@ -442,7 +442,7 @@ impl Router {
             return None;
         }
         let copy = if prices_others && self.config.copies { self.copy_worth(arrival, &quoted, chosen, now) } else { None };
-        self.record(arrival, &quoted, chosen, held_for, now);
+        self.record(arrival, &view, &quoted, chosen, held_for, now);
         let replica = quoted.candidates[chosen].replica;
         self.book(arrival, replica, quoted.candidates[chosen].terms.prefill, quoted.chain, now);
         let copy = copy.map(|(to, blocks)| self.book_copy(arrival, to, blocks, now));
@@ -505,7 +505,7 @@ impl Router {
         replica.ledger.left_ms(computes)
     }
 
-    fn record(&mut self, arrival: &Arrival, quoted: &Quoted, chosen: usize, held_for: Duration, now: Time) {
+    fn record(&mut self, arrival: &Arrival, view: &RequestView, quoted: &Quoted, chosen: usize, held_for: Duration, now: Time) {
         if self.config.decisions_kept == 0 {
             return;
         }
@@ -529,6 +529,7 @@ impl Router {
             program: arrival.program,
             held_ms: held_for.as_ms(),
             chosen: quotes[chosen].replica,
+            reason: if self.config.policy == PolicyName::Price { Price::reason(view, &quoted.candidates, chosen) } else { Reason::Rule },
             runner_up,
             predicted_ttft_ms: terms.wait + terms.prefill,
             quotes,
