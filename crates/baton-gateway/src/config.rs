@@ -118,6 +118,10 @@ pub struct EngineConfig {
     /// true for `baton`, false otherwise.
     #[serde(default)]
     pub priorities: Option<bool>,
+    /// Engines that name the same group are equal in hardware and settings: while one is idle, the speed last measured on another
+    /// counts for it too, so that an old or unlucky measurement does not keep requests away. Default: none.
+    #[serde(default)]
+    pub group: Option<String>,
 }
 
 /// `[policy]`: where requests go.
@@ -304,6 +308,7 @@ impl EngineConfig {
             kv_events: None,
             kv_replay: None,
             priorities: None,
+            group: None,
         }
     }
 }

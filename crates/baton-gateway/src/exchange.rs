@@ -534,7 +534,7 @@ impl Exchange {
         if new == Tokens::ZERO {
             return;
         }
-        if let Some(step) = engine.observe_prefill(new, cached, first_token_at.since(self.sent_at)) {
+        if let Some(step) = engine.observe_prefill(new, cached, first_token_at.since(self.sent_at), first_token_at) {
             self.fleet.peek_router(|router, _| router.update_step(engine.id, step));
         }
     }

@@ -92,7 +92,8 @@ async fn start(args: &UpArgs, listener: std::net::TcpListener, fleet: Fleet) -> 
 }
 
 fn engine(name: &str, url: BaseUrl) -> EngineConfig {
-    EngineConfig { name: Some(name.to_owned()), ..EngineConfig::new(url, GatewayKind::Baton) }
+    // All run with the same settings on this machine.
+    EngineConfig { name: Some(name.to_owned()), group: Some("up".to_owned()), ..EngineConfig::new(url, GatewayKind::Baton) }
 }
 
 /// Serves until a signal, drains, then ends the replicas. A second signal ends everything at once.

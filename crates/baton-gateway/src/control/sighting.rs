@@ -34,6 +34,7 @@ pub(super) struct Sighting {
     /// In real seconds.
     pub(super) step: Option<StepCoefficients>,
     pub(super) step_error: Option<f64>,
+    pub(super) steps: u64,
     waiting: Option<u32>,
     running: Option<u32>,
     prefill_backlog: Option<u32>,
@@ -137,6 +138,7 @@ impl Sighting {
             token_budget: Some(report.token_budget),
             step: Some(report.step.scaled(report.time_scale)),
             step_error: Some(report.step_error),
+            steps: report.steps,
             waiting: Some(report.waiting),
             running: Some(report.running),
             prefill_backlog: Some(u32::try_from(report.prefill_backlog_tokens).unwrap_or(u32::MAX)),
@@ -205,7 +207,7 @@ impl Sighting {
             max_model_len: Tokens(max_model_len),
             max_running: self.max_running.or(config.max_running).unwrap_or(256),
             discipline: Discipline::Chunked { budget },
-            step: self.step.unwrap_or_else(|| facts.calibrator.fit()),
+            step: facts.speed.step,
         }
     }
 
