@@ -1,6 +1,6 @@
 //! The routes that clients of a model use.
 
-use std::sync::Arc;
+use std::{error::Error, sync::Arc};
 
 use axum::{
     Json, Router,
@@ -11,12 +11,15 @@ use axum::{
     routing::{get, post},
 };
 use baton_units::Tokens;
-use baton_wire::openai::{ModelCard, ModelList};
+use baton_wire::openai::{ErrorBody, ModelCard, ModelList};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode};
+use http_body_util::LengthLimitError;
 use serde_json::json;
+use tokio::time::timeout;
 
 use crate::{
+    config::FrontConfig,
     exchange::{self, Admitted},
     fleet::{Fleet, Stage},
     gateway::Shared,
@@ -76,7 +79,7 @@ async fn admit(
     if fleet.stage() != Stage::Serving {
         return Err(Refusal::Draining);
     }
-    let bytes = read_body(body, fleet.front.body_limit).await?;
+    let bytes = read_body(body, &fleet.front).await?;
     let arrived = fleet.clock.now();
     let intake = Intake::read(api, headers, &bytes, &fleet.front)?;
     drop(bytes);
@@ -94,9 +97,14 @@ async fn admit(
     Ok(Admitted { intake, live, chain, exact: tokenized.exact, excluded })
 }
 
-pub(crate) async fn read_body(body: Body, limit: usize) -> Result<Bytes, Refusal> {
-    // The other cause, a client that leaves while it sends, has nobody to read the answer.
-    to_bytes(body, limit).await.map_err(|_| Refusal::BodyTooLarge { limit })
+pub(crate) async fn read_body(body: Body, front: &FrontConfig) -> Result<Bytes, Refusal> {
+    let (limit, within) = (front.body_limit, front.receive_timeout);
+    let read = timeout(within, to_bytes(body, limit)).await.map_err(|_| Refusal::BodyLate { within })?;
+    read.map_err(|error| match error.source() {
+        Some(cause) if cause.is::<LengthLimitError>() => Refusal::BodyTooLarge { limit },
+        // A client that left has nobody to read this; one whose chunks make no sense has.
+        _ => Refusal::Body(ErrorBody::bad_request("the body broke off or is not framed as HTTP/1.1 says")),
+    })
 }
 
 /// The card of the model asked for, or of the only base model when none is named.

@@ -19,6 +19,7 @@ use std::{collections::BTreeSet, fmt, net::SocketAddr, time::Duration};
 
 use baton_policy::{PolicyName, PriceWeights, RouterConfig};
 use baton_units::ReplicaId;
+use http::HeaderValue;
 use serde::{Deserialize, Deserializer};
 
 use crate::{engine::BaseUrl, prompt::KEY_MODEL};
@@ -65,6 +66,13 @@ pub struct FrontConfig {
     pub body_limit: usize,
     /// Most choices (`n` times prompts) in one request. Default 128.
     pub choices_limit: u32,
+    /// Clients' connections at once; further ones wait, unaccepted, until one closes. Default 4096. Higher: more memory and two file
+    /// descriptors for each running request.
+    pub connections: usize,
+    /// Time that a client gets to send a request's head, and again for its body; a connection without a request is closed after it.
+    /// Default `"60s"`. Higher: slow or idle clients hold connections for longer.
+    #[serde(deserialize_with = "duration")]
+    pub receive_timeout: Duration,
     /// Idle connections kept to each engine. Default 64. Higher: fewer connects under bursts, more sockets.
     pub idle_connections: usize,
     /// Stream non-streaming requests from engines that allow it and assemble the answer here, so that a failed attempt can be
@@ -187,12 +195,14 @@ impl GatewayConfig {
         positive("gateway.attempts", front.attempts.into())?;
         positive("gateway.body_limit", front.body_limit as u64)?;
         positive("gateway.choices_limit", front.choices_limit.into())?;
+        positive("gateway.connections", front.connections as u64)?;
         positive("policy.decisions", self.policy.decisions as u64)?;
         for (option, span) in [
             ("gateway.request_timeout", front.request_timeout),
             ("gateway.stall_timeout", front.stall_timeout),
             ("gateway.first_token_timeout", front.first_token_timeout),
             ("gateway.connect_timeout", front.connect_timeout),
+            ("gateway.receive_timeout", front.receive_timeout),
         ] {
             if span.is_zero() {
                 return Err(ConfigError::OutOfRange { option, value: "\"0s\"".into(), want: "nothing ends within no time; give more" });
@@ -207,6 +217,10 @@ impl GatewayConfig {
             }
         }
         for engine in &self.engines {
+            if engine.key.as_ref().is_some_and(|key| HeaderValue::from_str(key).is_err()) {
+                let want = "a key goes into an HTTP header: printable ASCII without line breaks";
+                return Err(ConfigError::OutOfRange { option: "engines.key", value: "(not shown)".into(), want });
+            }
             for (option, value) in [
                 ("engines.max_model_len", engine.max_model_len),
                 ("engines.block_size", engine.block_size),
@@ -256,6 +270,8 @@ impl Default for FrontConfig {
             attempts: 3,
             body_limit: 64 << 20,
             choices_limit: 128,
+            connections: 4096,
+            receive_timeout: Duration::from_mins(1),
             idle_connections: 64,
             assemble: true,
             client_chat_template: false,
@@ -418,6 +434,10 @@ mod tests {
         assert!(error(&format!("[policy]\nname = \"cheapest\"\n{ENGINE}")).contains("cheapest"));
         assert!(error("[gateway]\n").contains("[[engines]]"));
         assert!(error("[[engines]]\nurl = \"https://a\"\nkind = \"vllm\"\n").contains("https"));
+        assert!(error(&format!("[gateway]\nconnections = 0\n{ENGINE}")).contains("gateway.connections"));
+        assert!(error(&format!("[gateway]\nreceive_timeout = \"0s\"\n{ENGINE}")).contains("gateway.receive_timeout"));
+        let key = error(&format!("{ENGINE}key = \"top\\nsecret\"\n"));
+        assert!(key.contains("engines.key") && !key.contains("secret"), "{key}");
         assert!(error(&format!("[gateway]\nstall_timeout = \"0s\"\n{ENGINE}")).contains("gateway.stall_timeout"));
         assert!(error(&format!("{ENGINE}[policy.weights]\nwaste = -1\n")).contains("policy.weights = -1"));
         assert!(error(&format!("{ENGINE}{ENGINE}")).contains("engines.url = http://127.0.0.1:1"));

@@ -274,6 +274,6 @@ mod tests {
         let (watcher, engines) = watcher([Some("a"), Some("b"), None]);
         report(&engines[1], 2.0, 5, Time::ZERO);
         report(&engines[2], 2.0, 5, Time::ZERO);
-        assert_eq!(borrowed(&watcher, Duration::from_secs(60)), None);
+        assert_eq!(borrowed(&watcher, Duration::from_mins(1)), None);
     }
 }

@@ -151,6 +151,9 @@ impl Exchange {
             self.take(wake);
         }
         self.attempt = None;
+        if let Some(told) = self.verdict.take() {
+            self.fleet.decline(told);
+        }
         self.book_end();
         self.outlet.flush(self.fleet.front.stall_timeout).await;
     }
@@ -389,6 +392,10 @@ impl Exchange {
     fn chunk(&mut self, chunk: Chunk) -> Result<(), Fault> {
         if chunk.pieces.iter().any(super::chunk::Piece::is_abort) {
             return Err(Fault::Aborted);
+        }
+        // The books keep a place for each choice up to the highest.
+        if chunk.pieces.iter().any(|piece| piece.choice >= self.admitted.intake.choices) {
+            return Err(Fault::Garbled);
         }
         let now = self.fleet.clock.now();
         let Some(running) = &mut self.attempt else { return Ok(()) };

@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use baton_policy::{Arrival, Outcome, ReplicaSpec, ReplicaState, Router, Verdict};
+use baton_policy::{Arrival, Outcome, Placed, ReplicaSpec, ReplicaState, Router, Verdict};
 use baton_session::Fault;
 use baton_units::{BlockSize, ReplicaId, RequestId, Time};
 use baton_wire::openai::ModelCard;
@@ -135,6 +135,15 @@ impl Fleet {
         placing
     }
 
+    /// A request ended before it heard its verdict: a copy that the verdict may have brought is not made.
+    pub(crate) fn decline(&self, mut told: oneshot::Receiver<Verdict>) {
+        // From here on a verdict that comes goes back to who sends it.
+        told.close();
+        if let Ok(Verdict::Run(Placed { copy: Some(copy), .. })) = told.try_recv() {
+            self.finished(copy.request, Outcome::Cancelled, None);
+        }
+    }
+
     /// Releases all that is booked for a request, wherever it was.
     pub(crate) fn finished(&self, request: RequestId, outcome: Outcome, keys: Option<Arc<[baton_kv::BlockKey]>>) {
         let now = self.clock.now();
@@ -144,11 +153,12 @@ impl Fleet {
         self.release_held(&mut placement, now);
     }
 
-    /// A verdict whose request has left meanwhile is released by that request's own end.
+    /// A verdict whose request has left meanwhile is released by that request's own end; a copy in it is no part of the request.
     fn release_held(&self, placement: &mut Placement, now: Time) {
         for (request, verdict) in placement.router.released(now) {
-            if let Some(tell) = placement.waiting.remove(&request) {
-                _ = tell.send(verdict);
+            let Some(tell) = placement.waiting.remove(&request) else { continue };
+            if let Err(Verdict::Run(Placed { copy: Some(copy), .. })) = tell.send(verdict) {
+                placement.router.finished(copy.request, Outcome::Cancelled, None, now);
             }
         }
         let next = placement.router.next_timeout().map_or(u64::MAX, |time| time.0);
@@ -376,3 +386,6 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // The router is consistent after each call; a panic inside one is a bug that the next request should survive.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(test)]
+mod tests;

@@ -4,15 +4,14 @@ use std::{
     collections::BTreeMap,
     net::SocketAddr,
     sync::{Arc, Mutex, OnceLock, PoisonError, atomic::AtomicUsize},
-    time::Duration,
 };
 
-use axum::{middleware::from_fn, serve::ListenerExt};
+use axum::middleware::from_fn;
 use baton_text::Tokenizer;
 use baton_units::ReplicaId;
 use tokio::{
     net::TcpListener,
-    time::{Instant, timeout, timeout_at},
+    time::{Instant, timeout_at},
 };
 
 use crate::{
@@ -21,12 +20,10 @@ use crate::{
     control::{self, TaskGuard},
     engine::{BaseUrl, Health},
     fleet::{Fleet, Stage},
+    listener,
     prompt::Tokenization,
     refusal::Refusal,
 };
-
-/// After the drain deadline: for error events to be taken and connections to close.
-const CLOSING_GRACE: Duration = Duration::from_secs(2);
 
 /// Why a gateway stopped.
 #[derive(Debug, thiserror::Error)]
@@ -127,23 +124,13 @@ impl Gateway {
         }
         let app = api::routes().merge(admin::routes(&shared)).method_not_allowed_fallback(async || Refusal::MethodNotAllowed);
         let app = app.layer(from_fn(api::echo_request_id)).with_state(shared.clone());
-        let closed = shared.fleet.clone();
         let fleet = shared.fleet.clone();
         let timer = TaskGuard::spawn(async move { fleet.keep_time().await });
-        let listener = listener.tap_io(|stream| {
-            if let Err(error) = stream.set_nodelay(true) {
-                tracing::debug!(%error, "a connection keeps Nagle's algorithm");
-            }
-        });
-        let server = axum::serve(listener, app).with_graceful_shutdown(async move { closed.reached(Stage::Closing).await });
-        let mut server = std::pin::pin!(server.into_future());
-        tokio::select! {
-            ended = &mut server => return ended.map_err(GatewayError::Listener),
-            () = self.drain_after(shutdown) => {}
-        }
-        drop(timer);
-        // Connections that stay open past the grace are cut when the runtime drops them.
-        _ = timeout(CLOSING_GRACE, server).await;
+        let draining = async {
+            self.drain_after(shutdown).await;
+            drop(timer);
+        };
+        tokio::join!(listener::serve(listener, app, shared.fleet.clone()), draining);
         Ok(())
     }
 

@@ -19,6 +19,7 @@ mod gateway;
 mod identity;
 mod intake;
 mod json;
+mod listener;
 mod live;
 mod metrics;
 mod passthrough;

@@ -1,16 +1,24 @@
 //! Paths that the gateway does not understand itself (`/v1/embeddings`, `/v1/responses`, `/tokenize`, …): sent to an engine that
 //! serves the model and has the path, answered as the engine answers.
 
-use std::sync::{Arc, atomic::Ordering};
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 use axum::{
+    BoxError,
     body::{Body, to_bytes},
     extract::{Request, State},
     response::{IntoResponse, Response},
 };
+use baton_session::{End, Fault};
 use bytes::Bytes;
+use futures_util::stream::try_unfold;
 use http::{HeaderMap, HeaderName, Method, StatusCode, header, request::Parts};
-use http_body_util::Full;
+use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
+use tokio::time::timeout;
 
 use crate::{
     api::{choose_model, read_body},
@@ -59,7 +67,7 @@ async fn pass(shared: &Shared, head: &Parts, body: Body) -> Result<Response, Ref
     if fleet.stage() != Stage::Serving {
         return Err(Refusal::Draining);
     }
-    let mut bytes = read_body(body, fleet.front.body_limit).await?;
+    let mut bytes = read_body(body, &fleet.front).await?;
     let mut model = None;
     if let Ok(mut object) = serde_json::from_slice::<RawObject>(&bytes) {
         let stripped = reserved::stripped(fleet.front.client_chat_template).filter(|field| object.remove(field)).count();
@@ -82,7 +90,7 @@ async fn pass(shared: &Shared, head: &Parts, body: Body) -> Result<Response, Ref
     engines.rotate_left(turn);
     let mut last = None;
     for engine in engines {
-        match send(shared, &engine, head, &bytes).await {
+        match send(shared, &engine, head, &bytes).await? {
             // Another kind of engine may have what this one lacks.
             Some(response) if lacks_path(response.status()) => last = Some(response),
             Some(response) => return Ok(response),
@@ -109,25 +117,40 @@ fn lacks_path(status: StatusCode) -> bool {
 }
 
 /// One try; `None` when the engine was not reached. Dropping the response's body closes the connection to the engine.
-async fn send(shared: &Shared, engine: &Engine, head: &Parts, body: &Bytes) -> Option<Response> {
+async fn send(shared: &Shared, engine: &Engine, head: &Parts, body: &Bytes) -> Result<Option<Response>, Refusal> {
     let path = head.uri.path_and_query().map_or("/", http::uri::PathAndQuery::as_str);
     let method: Method = head.method.clone();
-    let mut request =
-        upstream::request(method, engine.url().join(path), engine.config.key.as_deref()).body(Full::new(body.clone())).ok()?;
+    let request = upstream::request(method, engine.url().join(path), engine.config.key.as_deref()).body(Full::new(body.clone()));
+    let Ok(mut request) = request else { return Ok(None) };
     copy_headers(&head.headers, request.headers_mut(), &TO_ENGINE);
-    let answer = match shared.fleet.upstream.forward(request).await {
-        Ok(answer) => answer,
-        Err(error) => {
+    let limit = shared.fleet.front.request_timeout;
+    let answer = match timeout(limit, shared.fleet.upstream.forward(request)).await {
+        Ok(Ok(answer)) => answer,
+        // What takes so long here would take as long elsewhere.
+        Err(_) => return Err(Refusal::Ended(End::TimedOut(limit))),
+        Ok(Err(error)) => {
             tracing::debug!(replica = %engine.name, %error, "no answer to a request passed through");
-            shared.fleet.suspect(engine.id, baton_session::Fault::Unreachable);
-            return None;
+            shared.fleet.suspect(engine.id, Fault::Unreachable);
+            return Ok(None);
         }
     };
     let (parts, body) = answer.into_parts();
-    let mut response = Response::new(Body::new(body));
+    let mut response = Response::new(bounded(body, shared.fleet.front.stall_timeout));
     *response.status_mut() = parts.status;
     copy_headers(&parts.headers, response.headers_mut(), &TO_CLIENT);
-    Some(response)
+    Ok(Some(response))
+}
+
+/// An engine's body that breaks off when nothing comes for `stall`.
+fn bounded(body: Incoming, stall: Duration) -> Body {
+    Body::from_stream(try_unfold(body, move |mut body| async move {
+        while let Some(frame) = timeout(stall, body.frame()).await.map_err(|_| BoxError::from(Fault::Stalled(stall)))? {
+            if let Ok(data) = frame?.into_data() {
+                return Ok::<_, BoxError>(Some((data, body)));
+            }
+        }
+        Ok(None)
+    }))
 }
 
 fn copy_headers(from: &HeaderMap, to: &mut HeaderMap, names: &[HeaderName]) {

@@ -24,6 +24,10 @@ pub(crate) enum Refusal {
     BodyTooLarge {
         limit: usize,
     },
+    /// The body did not arrive in time.
+    BodyLate {
+        within: Duration,
+    },
     NoModelNamed {
         models: Vec<String>,
     },
@@ -72,6 +76,12 @@ impl Refusal {
             Self::BodyTooLarge { limit } => {
                 ErrorBody::new(413, "PayloadTooLargeError", None, format!("the body is larger than the limit of {limit} bytes"))
             }
+            Self::BodyLate { within } => ErrorBody::new(
+                408,
+                "RequestTimeoutError",
+                None,
+                format!("the body did not arrive within {within:?}; send it faster or less"),
+            ),
             Self::NoModelNamed { models } => {
                 let message = format!("name a model; this fleet serves {}", models.join(", "));
                 ErrorBody::new(400, "BadRequestError", Some("model"), message)
@@ -113,6 +123,7 @@ impl Refusal {
             Self::Draining | Self::Ended(End::Exhausted(_) | End::Drained) => Some(NO_REPLICA_RETRY),
             Self::Body(_)
             | Self::BodyTooLarge { .. }
+            | Self::BodyLate { .. }
             | Self::NoModelNamed { .. }
             | Self::UnknownModel { .. }
             | Self::TooManyChoices { .. }

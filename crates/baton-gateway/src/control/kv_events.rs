@@ -162,7 +162,7 @@ impl Follower {
         timeout(REPLAY_TIMEOUT, socket.connect(endpoint)).await.map_err(|_| StreamError::ReplayTimeout)??;
         let frames: Vec<Bytes> = replay_request(start).into_iter().map(Bytes::from).collect();
         let request = ZmqMessage::try_from(frames).expect("two frames are a message");
-        socket.send(request).await?;
+        timeout(REPLAY_TIMEOUT, socket.send(request)).await.map_err(|_| StreamError::ReplayTimeout)??;
         loop {
             let message = timeout(REPLAY_TIMEOUT, socket.recv()).await.map_err(|_| StreamError::ReplayTimeout)??;
             let frames: Vec<&Bytes> = message.iter().collect();

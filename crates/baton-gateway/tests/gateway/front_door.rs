@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use crate::support::{EventReader, FakeEngine, Front, config, events, read, read_json, recorded};
 use http::Method;
+use http_body_util::BodyExt;
 use serde_json::{Value, json};
 
 const CHAT: &str = include_str!("../fixtures/chat-stream.resp");
@@ -140,6 +141,27 @@ async fn a_path_that_no_engine_has_is_named_in_openais_form() {
         let error = read_json(response).await["error"]["message"].to_string();
         assert!(error.contains(message), "{error}");
     }
+}
+
+#[tokio::test]
+async fn an_engine_that_leaves_another_path_unanswered_is_not_waited_for_for_ever() {
+    let mut engine = FakeEngine::start().await;
+    let mut config = config(&[&engine]);
+    config.gateway.request_timeout = Duration::from_millis(100);
+    config.gateway.stall_timeout = Duration::from_millis(100);
+    let front = Front::with(config).await;
+    let ask = || front.spawn_post("/v1/embeddings", r#"{"model":"smollm2-135m","input":"x"}"#, &[]);
+    let response = ask();
+    let call = engine.call().await;
+    assert_eq!(response.await.unwrap().status(), 504);
+    call.given_up().await;
+    // One that falls silent within its answer is cut off there.
+    let response = ask();
+    let sender = engine.call().await.stream();
+    sender.send("half").await;
+    let body = response.await.unwrap().into_body();
+    assert!(body.collect().await.is_err(), "half an answer looks whole");
+    sender.closed().await;
 }
 
 #[tokio::test]

@@ -30,6 +30,22 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
+#[tokio::test]
+async fn output_of_a_choice_that_nobody_asked_for_is_garbled() {
+    let mut engine = FakeEngine::start().await;
+    let mut config = config(&[&engine]);
+    config.gateway.attempts = 1;
+    let front = Front::with(config).await;
+    let response = front.chat(ASK);
+    let sender = engine.call().await.stream();
+    sender.send(r#"data: {"id":"x","choices":[{"index":4294967295,"delta":{"content":"hi"},"finish_reason":null}]}"#).await;
+    sender.send("\n\n").await;
+    let response = response.await.unwrap();
+    assert_eq!(response.status(), 502);
+    assert!(read_json(response).await["error"]["message"].as_str().unwrap().contains("could not be understood"));
+    sender.closed().await;
+}
+
 fn assert_failed(body: &str) {
     assert!(!body.contains("[DONE]"), "a false end: {body}");
     let last = body.trim_end().rsplit("data: ").next().unwrap();

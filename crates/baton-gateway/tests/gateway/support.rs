@@ -9,7 +9,10 @@ use std::{
 };
 
 use baton_gateway::{BaseUrl, EngineConfig, EngineKind, Gateway, GatewayConfig};
-use baton_wire::sse::{Decoder, Event};
+use baton_wire::{
+    replica::Report,
+    sse::{Decoder, Event},
+};
 use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt, Full, combinators::BoxBody};
@@ -62,6 +65,16 @@ pub(crate) struct FakeEngine {
     pub(crate) models: Arc<Mutex<String>>,
     /// Body of `/kv_event_sources`; 404 while empty.
     pub(crate) kv_sources: Arc<Mutex<String>>,
+    /// Body of `/baton/v1/replica`, for an engine that is configured as Baton's own.
+    pub(crate) report: Arc<Mutex<String>>,
+}
+
+/// What an engine answers to probes.
+#[derive(Clone, Default)]
+struct Pages {
+    models: Arc<Mutex<String>>,
+    kv_sources: Arc<Mutex<String>>,
+    report: Arc<Mutex<String>>,
 }
 
 /// A request that the engine has received and the test must answer.
@@ -89,14 +102,21 @@ impl FakeEngine {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url: BaseUrl = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
         let (tell, calls) = mpsc::unbounded_channel();
-        let models = Arc::new(Mutex::new(String::from_utf8(recorded(include_str!("../fixtures/models.resp")).1).unwrap()));
-        let kv_sources = Arc::new(Mutex::new(String::new()));
-        let server = tokio::spawn(serve(listener, tell, models.clone(), kv_sources.clone()));
-        Self { url, calls, server, models, kv_sources }
+        let pages = Pages::default();
+        *pages.models.lock().unwrap() = String::from_utf8(recorded(include_str!("../fixtures/models.resp")).1).unwrap();
+        let server = tokio::spawn(serve(listener, tell, pages.clone()));
+        let Pages { models, kv_sources, report } = pages;
+        Self { url, calls, server, models, kv_sources, report }
     }
 
     pub(crate) fn config(&self) -> EngineConfig {
         EngineConfig::new(self.url.clone(), EngineKind::Vllm)
+    }
+
+    /// From here on a Baton replica that says this of itself.
+    pub(crate) fn baton(&self, report: &Report) -> EngineConfig {
+        *self.report.lock().unwrap() = serde_json::to_string(report).unwrap();
+        EngineConfig::new(self.url.clone(), EngineKind::Baton)
     }
 
     /// The next request for the test to answer.
@@ -116,15 +136,15 @@ impl Drop for FakeEngine {
     }
 }
 
-async fn serve(listener: TcpListener, tell: mpsc::UnboundedSender<Call>, models: Arc<Mutex<String>>, kv_sources: Arc<Mutex<String>>) {
+async fn serve(listener: TcpListener, tell: mpsc::UnboundedSender<Call>, pages: Pages) {
     // Connections live in the set and die with this task.
     let mut connections = tokio::task::JoinSet::new();
     while let Ok((stream, _)) = listener.accept().await {
         stream.set_nodelay(true).unwrap();
-        let (tell, models, kv_sources) = (tell.clone(), models.clone(), kv_sources.clone());
+        let (tell, pages) = (tell.clone(), pages.clone());
         let service = service_fn(move |request: Request<Incoming>| {
-            let (tell, models, kv_sources) = (tell.clone(), models.clone(), kv_sources.clone());
-            async move { answer(request, &tell, &models, &kv_sources).await }
+            let (tell, pages) = (tell.clone(), pages.clone());
+            async move { answer(request, &tell, &pages).await }
         });
         connections.spawn(async move {
             // Errors here are the broken connections that tests ask for.
@@ -136,18 +156,15 @@ async fn serve(listener: TcpListener, tell: mpsc::UnboundedSender<Call>, models:
 async fn answer(
     request: Request<Incoming>,
     tell: &mpsc::UnboundedSender<Call>,
-    models: &Mutex<String>,
-    kv_sources: &Mutex<String>,
+    pages: &Pages,
 ) -> Result<Response<BoxBody<Bytes, Broken>>, Broken> {
     let path = request.uri().path().to_owned();
     match path.as_str() {
         "/health" => return Ok(whole(200, "")),
         "/metrics" => return Ok(whole(200, METRICS)),
-        "/v1/models" => return Ok(whole(200, &models.lock().unwrap())),
-        "/kv_event_sources" => {
-            let sources = kv_sources.lock().unwrap();
-            return Ok(if sources.is_empty() { whole(404, "{}") } else { whole(200, &sources) });
-        }
+        "/v1/models" => return Ok(whole(200, &pages.models.lock().unwrap())),
+        "/kv_event_sources" => return Ok(page(&pages.kv_sources)),
+        "/baton/v1/replica" => return Ok(page(&pages.report)),
         _ => {}
     }
     let headers = request.headers().clone();
@@ -157,6 +174,11 @@ async fn answer(
     tell.send(Call { path, headers, body, answer }).map_err(|_| Broken)?;
     // A call that the test drops breaks the connection before any answer.
     answered.await.map_err(|_| Broken)
+}
+
+fn page(page: &Mutex<String>) -> Response<BoxBody<Bytes, Broken>> {
+    let page = page.lock().unwrap();
+    if page.is_empty() { whole(404, "{}") } else { whole(200, &page) }
 }
 
 fn whole(status: u16, body: &str) -> Response<BoxBody<Bytes, Broken>> {

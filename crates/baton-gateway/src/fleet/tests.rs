@@ -1,0 +1,98 @@
+use baton_cost::StepCoefficients;
+use baton_kv::{BlockKey, KeyDomain, chain_keys};
+use baton_policy::Discipline;
+use baton_units::{Blocks, Incarnation, Priority, Tokens};
+
+use super::*;
+
+const REPLICAS: u32 = 3;
+const BURST: std::ops::Range<u64> = 2..14;
+const SHARED: u32 = 4096;
+const OWN: u32 = 320;
+
+/// 10 µs for each token of a prompt.
+fn spec(id: u32) -> ReplicaSpec {
+    ReplicaSpec {
+        id: ReplicaId(id),
+        incarnation: Incarnation(1),
+        block_size: BlockSize::default(),
+        kv_blocks: Blocks(20_000),
+        max_model_len: Tokens(20_000),
+        max_running: 256,
+        discipline: Discipline::Chunked { budget: Tokens(2048) },
+        step: StepCoefficients { fixed_s: 0.0, per_token_s: 1e-5, per_attended_s: 0.0, per_kv_token_s: 0.0, weights_s: 0.0 },
+    }
+}
+
+/// A request whose prompt begins like all others'.
+fn arrival(request: u64) -> Arrival {
+    let root = KeyDomain { model: "", adapter: None, salt: None }.root();
+    let own = 10_000 + request as u32 * 1000;
+    let tokens: Vec<u32> = (0..SHARED).chain(own..own + OWN).collect();
+    let keys: Vec<BlockKey> = chain_keys(root, &tokens, BlockSize::default());
+    Arrival {
+        request: RequestId(request),
+        keys: keys.into(),
+        prompt: Tokens(SHARED + OWN),
+        max_output: None,
+        session: None,
+        program: None,
+        priority: Priority(0),
+        excluded: Vec::new(),
+    }
+}
+
+fn set_all(fleet: &Fleet, state: ReplicaState) {
+    fleet.with_router(|router, now| (0..REPLICAS).for_each(|id| router.set_state(ReplicaId(id), state, now)));
+}
+
+fn in_flight(fleet: &Fleet) -> u32 {
+    fleet.peek_router(|router, now| router.fleet(now).iter().map(|status| status.in_flight).sum())
+}
+
+/// A fleet in which one replica knows a prefix and none is ready, and a burst of requests that wait for one.
+fn burst() -> (Fleet, Vec<oneshot::Receiver<Verdict>>) {
+    let fleet = Fleet::new(FrontConfig::default(), &PolicyConfig::default());
+    (0..REPLICAS).for_each(|id| fleet.engine_ready(spec(id)));
+    for request in 0..2 {
+        assert!(matches!(fleet.place(arrival(request)), Placing::Now(Verdict::Run(_))));
+        fleet.with_router(|router, now| router.first_token(RequestId(request), None, now));
+        fleet.finished(RequestId(request), Outcome::Finished, None);
+    }
+    set_all(&fleet, ReplicaState::Suspect);
+    let waiting = BURST.map(|request| match fleet.place(arrival(request)) {
+        Placing::Later(told) => told,
+        Placing::Now(verdict) => panic!("{verdict:?}"),
+    });
+    let waiting = waiting.collect();
+    (fleet, waiting)
+}
+
+#[test]
+fn verdicts_for_a_burst_bring_a_copy() {
+    let (fleet, waiting) = burst();
+    set_all(&fleet, ReplicaState::Ready);
+    let verdicts = waiting.into_iter().map(|mut told| told.try_recv().unwrap());
+    let copies = verdicts.filter(|verdict| matches!(verdict, Verdict::Run(Placed { copy: Some(_), .. }))).count() as u32;
+    assert!(copies > 0);
+    assert_eq!(in_flight(&fleet), BURST.count() as u32 + copies);
+}
+
+#[test]
+fn a_copy_that_nobody_hears_of_is_let_go() {
+    // They left before the verdict, without a word yet.
+    let (fleet, waiting) = burst();
+    drop(waiting);
+    set_all(&fleet, ReplicaState::Ready);
+    BURST.for_each(|request| fleet.finished(RequestId(request), Outcome::Cancelled, None));
+    assert_eq!(in_flight(&fleet), 0);
+
+    // They left with the verdict on its way.
+    let (fleet, waiting) = burst();
+    set_all(&fleet, ReplicaState::Ready);
+    for told in waiting {
+        fleet.decline(told);
+    }
+    BURST.for_each(|request| fleet.finished(RequestId(request), Outcome::Cancelled, None));
+    assert_eq!(in_flight(&fleet), 0);
+}

@@ -1,0 +1,100 @@
+//! Clients' connections, as raw sockets: what a client may take its time for, and how many there may be.
+
+use std::time::Duration;
+
+use http::Method;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
+
+use crate::support::{FakeEngine, Front, config};
+
+async fn until_closed(stream: &mut TcpStream) -> String {
+    let mut all = Vec::new();
+    stream.read_to_end(&mut all).await.unwrap();
+    String::from_utf8(all).unwrap()
+}
+
+/// A gateway in which a request must arrive in next to no time.
+async fn impatient(engine: &FakeEngine) -> Front {
+    let mut config = config(&[engine]);
+    config.gateway.receive_timeout = Duration::from_millis(100);
+    Front::with(config).await
+}
+
+#[tokio::test]
+async fn a_client_that_does_not_finish_its_head_is_cut() {
+    let engine = FakeEngine::start().await;
+    let front = impatient(&engine).await;
+    for begun in ["", "POST /v1/completions HTTP/1.1\r\nhost: x\r\n"] {
+        let mut stream = TcpStream::connect(&front.address).await.unwrap();
+        stream.write_all(begun.as_bytes()).await.unwrap();
+        assert!(!until_closed(&mut stream).await.contains("200 OK"), "{begun:?}");
+    }
+    // So is a connection on which nothing more is asked.
+    let mut stream = TcpStream::connect(&front.address).await.unwrap();
+    stream.write_all(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
+    assert!(until_closed(&mut stream).await.starts_with("HTTP/1.1 200 OK"));
+}
+
+#[tokio::test]
+async fn a_body_that_does_not_come_is_waited_for_no_longer_than_allowed() {
+    let engine = FakeEngine::start().await;
+    let front = impatient(&engine).await;
+    for path in ["/v1/chat/completions", "/v1/embeddings"] {
+        let mut stream = TcpStream::connect(&front.address).await.unwrap();
+        let head = format!("POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{{");
+        stream.write_all(head.as_bytes()).await.unwrap();
+        let answer = until_closed(&mut stream).await;
+        assert!(answer.starts_with("HTTP/1.1 408 ") && answer.contains("RequestTimeoutError"), "{answer}");
+    }
+}
+
+#[tokio::test]
+async fn a_body_of_nonsense_chunks_is_no_large_body() {
+    let engine = FakeEngine::start().await;
+    let front = Front::over(&[&engine]).await;
+    let mut stream = TcpStream::connect(&front.address).await.unwrap();
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n";
+    stream.write_all(head.as_bytes()).await.unwrap();
+    let answer = until_closed(&mut stream).await;
+    assert!(answer.starts_with("HTTP/1.1 400 "), "{answer}");
+}
+
+#[tokio::test]
+async fn clients_past_the_bound_wait_until_a_connection_closes() {
+    let engine = FakeEngine::start().await;
+    let mut config = config(&[&engine]);
+    config.gateway.connections = 2;
+    let front = Front::with(config).await;
+    let mut held = Vec::new();
+    for _ in 0..2 {
+        let mut stream = TcpStream::connect(&front.address).await.unwrap();
+        stream.write_all(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
+        let mut first = [0; 12];
+        stream.read_exact(&mut first).await.unwrap();
+        assert_eq!(&first, b"HTTP/1.1 200");
+        held.push(stream);
+    }
+    // The kernel takes the third connection; the gateway does not, until there is room.
+    let mut third = TcpStream::connect(&front.address).await.unwrap();
+    third.write_all(b"GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").await.unwrap();
+    let mut byte = [0];
+    let early = futures_util::future::poll_immediate(third.read(&mut byte)).await;
+    assert!(early.is_none(), "answered though two are the most");
+    drop(held);
+    assert!(until_closed(&mut third).await.starts_with("HTTP/1.1 200 OK"));
+}
+
+#[tokio::test]
+async fn no_connection_outlives_the_gateway() {
+    let engine = FakeEngine::start().await;
+    let mut front = Front::over(&[&engine]).await;
+    let mut idle = TcpStream::connect(&front.address).await.unwrap();
+    assert_eq!(front.send(Method::GET, "/live", &[], "").await.status(), 200);
+    front.shut_down();
+    (&mut front.served).await.unwrap().unwrap();
+    assert_eq!(until_closed(&mut idle).await, "");
+    assert!(TcpStream::connect(&front.address).await.is_err());
+}
