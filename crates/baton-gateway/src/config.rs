@@ -150,7 +150,7 @@ pub struct PolicyConfig {
     pub hold_timeout: Duration,
     /// Decisions kept for `/baton/v1/decisions`. Default 4096; about 1 KiB each and more with many replicas.
     pub decisions: usize,
-    /// Weights of the terms of `price`; all 1 but `decode`, which is 0.1. Zero switches a term off.
+    /// Weights of the terms of `price`; all 1. Zero switches a term off.
     pub weights: PriceWeights,
 }
 

@@ -44,7 +44,8 @@ impl Default for RouterConfig {
     }
 }
 
-/// Weights of what `price` charges for others, beside the request's own wait and prefill. Zero switches a term off.
+/// Weights of what `price` charges for others, beside the request's own wait and prefill: all in ms of one token's lateness, so 1 each.
+/// Zero switches a term off.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PriceWeights {
@@ -56,13 +57,18 @@ pub struct PriceWeights {
     pub memory: f64,
     /// Server time wasted by waiting beside an idle replica or by computing a prefix again.
     pub waste: f64,
-    /// A millisecond by which a running request's tokens are delayed, against one of a first token.
-    /// Mixed work, seeds 11-20, p90/p99 ms: weight 0 gives 39/1,620, 0.1 36/1,657, 1 41/2,099.
+    /// Growth of the time between tokens of running requests.
+    ///
+    /// What else it could be was tried on chunked engines, seeds 11-20, p90/p99 ms of first tokens on mixed and on shared work: the
+    /// delay of last tokens gives 41/2,099 on mixed work; the mean lateness of all tokens, the request's own included, 33/1,932 and
+    /// 25/71; server time at the shadow price 38/1,616 and 20/62, and arrivals during its stay times the slowing 40/1,617 and 20/63,
+    /// both of which see no running stream; nothing 39/1,620 and 20/62. This one: 39/1,622 and 20/63. On seeds 21-30, which chose
+    /// nothing: 41/1,629 and 20/76, against 35/1,675 and 20/74 of last tokens at a bare weight of 0.1; all differences are within noise.
     pub decode: f64,
 }
 
 impl Default for PriceWeights {
     fn default() -> Self {
-        Self { delay: 1.0, eviction: 1.0, memory: 1.0, waste: 1.0, decode: 0.1 }
+        Self { delay: 1.0, eviction: 1.0, memory: 1.0, waste: 1.0, decode: 1.0 }
     }
 }

@@ -129,8 +129,10 @@ impl Router {
         if looked_at == 0 { 0.0 } else { lost * victims as f64 / looked_at as f64 }
     }
 
-    /// By how much the tokens of all who decode there come later: its prefill steps push theirs back, its own decoding slows each
-    /// step; and its own are slower than alone. The number of its tokens is the mean of what ended before.
+    /// By how much the time between tokens grows for those who decode there, summed over them: what the request's prefill steps and
+    /// its slowing of later steps push a resident's last token back, over the resident's tokens. So a token is a token: a millisecond
+    /// before each next one of a running stream counts like a millisecond before a first one. Numbers of tokens are the mean of what
+    /// ended before.
     fn decode_delay_ms(&self, replica: &Replica, arrival: &Arrival, prefill_ms: f64) -> f64 {
         match replica.spec.discipline {
             Discipline::Serial => 0.0,
@@ -143,7 +145,7 @@ impl Router {
                 let output = self.mean_output.min(arrival.max_output.map_or(f64::INFINITY, Tokens::as_f64));
                 let joined = replica.decode_step_ms(1, context);
                 let slower = joined - replica.decode_step_ms(0, 0);
-                residents * (prefill_ms + slower * output)
+                residents * (prefill_ms + slower * output) / self.mean_output.max(1.0)
             }
         }
     }

@@ -4,7 +4,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use baton_cost::StepCoefficients;
+use baton_cost::{StepCoefficients, StepLoad};
 use baton_kv::{BlockKey, EngineHash, KeyDomain, KvEvent, KvEventBatch, chain_keys};
 use baton_policy::{
     Arrival, Discipline, LoadReport, Outcome, PolicyName, PriceWeights, Refusal, ReplicaSpec, ReplicaState, Router, RouterConfig, Verdict,
@@ -376,6 +376,32 @@ fn a_shared_prefix_under_load_is_copied_and_the_copy_is_booked_and_let_go() {
         router.finished(copy.request, Outcome::Cancelled, None, ms(900.0));
     }
     assert_eq!(in_flight(&router), 38);
+}
+
+#[test]
+fn running_requests_are_priced_by_what_each_of_their_tokens_is_late() {
+    /// Before any output was seen.
+    const MEAN_OUTPUT: f64 = 64.0;
+    let decode_ms = |residents: u64, max_output: Option<Tokens>| {
+        let mut router = Router::new(RouterConfig { bind_within: None, ..RouterConfig::default() }, 7);
+        router.upsert_replica(ReplicaSpec { discipline: Discipline::Chunked { budget: Tokens(2048) }, ..spec(0) }, Time::ZERO);
+        for request in 0..residents {
+            router.place(arrival(request, request as u32, 1000), Time::ZERO);
+            router.first_token(RequestId(request), None, ms(500.0));
+        }
+        router.place(Arrival { max_output, ..arrival(9, 9, 3000) }, ms(1000.0));
+        let terms = router.decision(RequestId(9)).unwrap().quotes[0].terms;
+        (terms.decode, terms.prefill)
+    };
+    let step_ms = |rows: u32, context: u32| step().step_s(&StepLoad::decode(f64::from(rows), f64::from(context))) * 1e3;
+    assert!(decode_ms(0, None).0.abs() < 1e-12);
+    for (residents, max_output) in [(1u32, None), (5, None), (5, Some(16u32))] {
+        let slower = step_ms(residents + 1, residents * 1000 + 3000) - step_ms(residents, residents * 1000);
+        let (decode, prefill) = decode_ms(residents.into(), max_output.map(Tokens));
+        let pushed_back = prefill + slower * max_output.map_or(MEAN_OUTPUT, f64::from);
+        let expected = f64::from(residents) * pushed_back / MEAN_OUTPUT;
+        assert!((decode - expected).abs() < 1e-9 * expected, "{decode} for {expected}");
+    }
 }
 
 #[test]
