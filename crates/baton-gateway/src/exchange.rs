@@ -139,7 +139,7 @@ impl Exchange {
     }
 
     async fn run(mut self) {
-        self.fleet.admit(self.admitted.live.clone());
+        let _booked = self.fleet.admit(self.admitted.live.clone());
         loop {
             while let Some(action) = self.session.poll() {
                 self.perform(action);

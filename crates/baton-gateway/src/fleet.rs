@@ -313,7 +313,9 @@ impl Fleet {
         format!("req-{:08x}{:08x}", self.incarnation as u32, request.0)
     }
 
-    pub(crate) fn admit(&self, live: Arc<Live>) {
+    /// Lists a request; the guard is to be kept until its end is booked.
+    pub(crate) fn admit(self: &Arc<Self>, live: Arc<Live>) -> Booked {
+        let booked = Booked { fleet: self.clone(), request: live.id };
         let mut requests = lock(&self.requests);
         let name = live.client_id.clone();
         requests.named.insert(name.clone(), live.id);
@@ -325,6 +327,7 @@ impl Fleet {
             requests.named.remove(&name);
         }
         requests.live.insert(live.id, live);
+        booked
     }
 
     pub(crate) fn retire(&self, request: RequestId) {
@@ -379,6 +382,22 @@ impl Fleet {
         let mut changes = self.stage.subscribe();
         // The sender lives as long as `self`, so waiting cannot fail.
         _ = changes.wait_for(|current| *current >= stage).await;
+    }
+}
+
+/// Ends a request whose task panics: our bug in one must not fill a replica's books, nor keep the gateway from its end.
+#[derive(Debug)]
+pub(crate) struct Booked {
+    fleet: Arc<Fleet>,
+    request: RequestId,
+}
+
+impl Drop for Booked {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.fleet.finished(self.request, Outcome::Failed, None);
+            self.fleet.retire(self.request);
+        }
     }
 }
 

@@ -17,6 +17,8 @@ use crate::config::FrontConfig;
 
 /// Largest answer that is taken in one piece: an answer with logprobs for 100k tokens has some 30 MiB.
 const WHOLE_BYTES_MAX: usize = 256 << 20;
+/// Largest answer to a probe or an admin call; a metrics page has some 100 KiB.
+const FETCH_BYTES_MAX: usize = 16 << 20;
 /// How long an idle connection is kept; engines close theirs after 5 s (uvicorn) or more.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 
@@ -72,7 +74,7 @@ impl Upstream {
         let exchange = async {
             let response = self.client.request(request).await.map_err(|error| FetchError::of(&error))?;
             let status = response.status();
-            let body = http_body_util::Limited::new(response.into_body(), WHOLE_BYTES_MAX).collect().await;
+            let body = http_body_util::Limited::new(response.into_body(), FETCH_BYTES_MAX).collect().await;
             let body = body.map_err(|error| FetchError::Unreadable(error.to_string()))?.to_bytes();
             if status.is_success() { Ok(body) } else { Err(FetchError::Status(status)) }
         };

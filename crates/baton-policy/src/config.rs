@@ -63,7 +63,7 @@ pub struct PriceWeights {
     /// delay of last tokens gives 41/2,099 on mixed work; the mean lateness of all tokens, the request's own included, 33/1,932 and
     /// 25/71; server time at the shadow price 38/1,616 and 20/62, and arrivals during its stay times the slowing 40/1,617 and 20/63,
     /// both of which see no running stream; nothing 39/1,620 and 20/62. This one: 39/1,622 and 20/63. On seeds 21-30, which chose
-    /// nothing: 41/1,629 and 20/76, against 35/1,675 and 20/74 of last tokens at a bare weight of 0.1; all differences are within noise.
+    /// nothing: 41/1,629 and 20/76, against 35/1,675 and 20/74 of last tokens at a bare weight of 0.1; within each other's intervals.
     pub decode: f64,
 }
 

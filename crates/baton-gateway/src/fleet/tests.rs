@@ -96,3 +96,22 @@ fn a_copy_that_nobody_hears_of_is_let_go() {
     BURST.for_each(|request| fleet.finished(RequestId(request), Outcome::Cancelled, None));
     assert_eq!(in_flight(&fleet), 0);
 }
+
+#[test]
+fn a_request_whose_task_panics_is_let_go() {
+    let fleet = Arc::new(Fleet::new(FrontConfig::default(), &PolicyConfig::default()));
+    fleet.engine_ready(spec(0));
+    let begin = |request: u64| {
+        assert!(matches!(fleet.place(arrival(request)), Placing::Now(Verdict::Run(_))));
+        fleet.admit(Arc::new(Live::new(RequestId(request), format!("r{request}"), "m".into(), fleet.clock.now(), Tokens(1))))
+    };
+    drop(begin(1));
+    assert_eq!((in_flight(&fleet), fleet.live().len()), (1, 1), "its own end books it");
+    let booked = begin(2);
+    let task = std::thread::spawn(move || {
+        let _booked = booked;
+        panic!("on purpose");
+    });
+    assert!(task.join().is_err());
+    assert_eq!((in_flight(&fleet), fleet.live().len()), (1, 1));
+}
