@@ -1,6 +1,6 @@
 //! `baton up`: a fleet on this machine. Replicas are child processes of this executable; the gateway runs in this process.
 
-use std::{io::Write as _, path::Path, sync::Arc, time::Duration};
+use std::{io::Write as _, path::Path, sync::Arc};
 
 use anyhow::{Context, Result};
 use baton_gateway::{BaseUrl, EngineConfig, EngineKind as GatewayKind, Gateway, GatewayConfig};
@@ -114,9 +114,7 @@ async fn serve(gateway: &Gateway, listener: TcpListener, replicas: Vec<Supervise
         served
     };
     let greeting = async {
-        while gateway.ready_replicas() < count {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+        gateway.until_ready(count).await;
         greet(&url, summary)
     };
     let (served, greeted, _) = tokio::join!(front, until(greeting, stopped.clone()), join_all(supervision));
