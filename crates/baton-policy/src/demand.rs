@@ -18,6 +18,8 @@ pub(crate) struct Demand {
     last: Time,
     rate: f64,
     work: f64,
+    /// When the work sent so far will be done.
+    busy_until: Time,
     pub(crate) recent: VecDeque<Recent>,
 }
 
@@ -26,6 +28,8 @@ pub(crate) struct Demand {
 pub(crate) struct Recent {
     pub(crate) keys: Arc<[BlockKey]>,
     pub(crate) prompt: Tokens,
+    /// Blocks that some replica had when it came. The next one like it is as new as it was, whatever is held since.
+    pub(crate) known: u32,
     pub(crate) depths: Vec<u32>,
     /// By the replica's index.
     pub(crate) costs: Vec<f64>,
@@ -40,27 +44,29 @@ impl Demand {
         self.rate += 1.0 / RATE_TAU_MS;
     }
 
-    pub(crate) fn remember(&mut self, keys: Arc<[BlockKey]>, prompt: Tokens) {
+    pub(crate) fn remember(&mut self, keys: Arc<[BlockKey]>, prompt: Tokens, known: u32) {
         if self.recent.len() == RECENT {
             self.recent.pop_front();
         }
-        self.recent.push_back(Recent { keys, prompt, depths: Vec::new(), costs: Vec::new(), version: 0 });
+        self.recent.push_back(Recent { keys, prompt, known, depths: Vec::new(), costs: Vec::new(), version: 0 });
     }
 
-    /// `work_ms` of prefill were sent to a fleet of `replicas`.
-    pub(crate) fn dispatch(&mut self, work_ms: f64, replicas: usize, now: Time) {
+    /// `work_ms` of prefill were sent to a fleet of `replicas`, to a place where they will be done by `done_at`.
+    pub(crate) fn dispatch(&mut self, work_ms: f64, done_at: Time, replicas: usize, now: Time) {
         self.decay(now);
+        self.busy_until = self.busy_until.max(done_at);
         self.work += work_ms / (UTILISATION_TAU_MS * replicas.max(1) as f64);
     }
 
     /// Arrivals per ms.
     pub(crate) fn rate(&self) -> f64 {
-        self.rate / self.maturity(RATE_TAU_MS)
+        self.rate / self.maturity(RATE_TAU_MS, self.last)
     }
 
-    /// Share of the fleet's time taken by dispatched prefill work, at most one.
+    /// Share of the fleet's time taken by dispatched prefill work, at most one. What was sent takes its time until it is done: seen
+    /// against the time up to now alone, the first long prompts after a start would look like a fleet without a free moment.
     pub(crate) fn utilisation(&self) -> f64 {
-        (self.work / self.maturity(UTILISATION_TAU_MS)).min(1.0)
+        (self.work / self.maturity(UTILISATION_TAU_MS, self.busy_until.max(self.last))).min(1.0)
     }
 
     /// Followers of a busy period that one wasted ms delays as well.
@@ -69,8 +75,8 @@ impl Demand {
         utilisation / (1.0 - utilisation).max(0.05)
     }
 
-    fn maturity(&self, tau_ms: f64) -> f64 {
-        let age = self.began.map_or(0.0, |began| self.last.since(began).as_ms());
+    fn maturity(&self, tau_ms: f64, until: Time) -> f64 {
+        let age = self.began.map_or(0.0, |began| until.since(began).as_ms());
         1.0 - (-age.max(YOUNG_MS) / tau_ms).exp()
     }
 
@@ -79,5 +85,37 @@ impl Demand {
         self.last = now.max(self.last);
         self.rate *= (-elapsed / RATE_TAU_MS).exp();
         self.work *= (-elapsed / UTILISATION_TAU_MS).exp();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_long_prompts_of_an_idle_fleet_do_not_look_like_a_full_one() {
+        let mut demand = Demand::default();
+        for place in 0..6 {
+            let now = Time::from_ms(f64::from(place) * 8.0);
+            demand.arrive(now);
+            demand.dispatch(142.0, Time::from_ms(now.as_ms() + 142.0), 8, now);
+        }
+        // Six of eight replicas are busy until 182 ms, each for 142 ms of them.
+        let share = demand.utilisation();
+        assert!((share - 6.0 * 142.0 / (8.0 * 182.0)).abs() < 0.02, "{share}");
+    }
+
+    #[test]
+    fn a_steady_load_is_seen_as_what_it_is_at_any_age() {
+        let mut demand = Demand::default();
+        for place in 0..4000 {
+            let now = Time::from_ms(f64::from(place) * 10.0);
+            demand.arrive(now);
+            demand.dispatch(40.0, Time::from_ms(now.as_ms() + 40.0), 8, now);
+            if place > 100 {
+                assert!((demand.utilisation() - 0.5).abs() < 0.03, "{} after {place}", demand.utilisation());
+                assert!((demand.rate() - 0.1).abs() < 0.002, "{}", demand.rate());
+            }
+        }
     }
 }

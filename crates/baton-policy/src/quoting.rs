@@ -199,7 +199,7 @@ impl Router {
                 recent.costs.clear();
                 recent.costs.resize(places, 0.0);
                 for (id, replica) in &self.replicas {
-                    let depth = recent.depths.get(id.index()).copied().unwrap_or(0);
+                    let depth = recent.depths.get(id.index()).copied().unwrap_or(0).min(recent.known);
                     recent.costs[id.index()] = replica.prefill_ms(recent.prompt, replica.hit_tokens(depth, recent.prompt));
                 }
             }

@@ -178,6 +178,7 @@ impl Router {
             return Verdict::Refuse(refusal);
         }
         self.demand.arrive(now);
+        self.scratch.depths.clear();
         let verdict = match self.decide(&arrival, Duration::ZERO, false, now) {
             Some(placed) => Verdict::Run(placed),
             None if !self.may_serve_later(&arrival) => Verdict::Refuse(Refusal::NoReplica),
@@ -187,7 +188,8 @@ impl Router {
                 Verdict::Hold
             }
         };
-        self.demand.remember(arrival.keys, arrival.prompt);
+        let known = self.scratch.depths.iter().copied().max().unwrap_or(0);
+        self.demand.remember(arrival.keys, arrival.prompt, known);
         verdict
     }
 
@@ -583,12 +585,12 @@ impl Router {
     fn send(&mut self, request: RequestId, mut flight: Flight, prefill_ms: f64, now: Time) {
         let fleet = self.replicas.values().filter(|replica| replica.state == ReplicaState::Ready).count();
         let replica = self.replicas.get_mut(&flight.replica).expect("a candidate is in the fleet");
-        self.demand.dispatch(prefill_ms, fleet, now);
         flight.incarnation = replica.spec.incarnation;
         flight.private_blocks = private_blocks(&replica.spec, flight.prompt, flight.keys.len(), 1);
         replica.in_flight += 1;
         replica.private_blocks += flight.private_blocks;
         replica.ledger.add(request, prefill_ms, flight.prompt, now);
+        self.demand.dispatch(prefill_ms, now + Duration::from_ms(replica.ledger.backlog_ms()), fleet, now);
         replica.mirror.pin(&flight.keys, &mut self.reuse, now);
         self.index.expect(flight.replica, &flight.keys, now);
         self.trim(flight.replica, now);

@@ -419,6 +419,24 @@ fn the_asked_output_length_beyond_the_mean_changes_no_quote() {
 }
 
 #[test]
+fn the_last_free_replica_is_kept_for_prompts_as_new_as_those_before() {
+    let mut router = router(PolicyName::Price, PriceWeights { delay: 1.0, ..OWN_ONLY }, 2);
+    // Prompts that nobody had seen came each 5 ms; all are done, and their KV is on replica 0.
+    for request in 0..8 {
+        let now = ms(1e4 + 5.0 * request as f64);
+        send(&mut router, request, request as u32, 4096, 0, 2, now);
+        end(&mut router, request, now);
+    }
+    let now = ms(1e4 + 45.0);
+    send(&mut router, 100, 50, 4096, 0, 2, now);
+    // Its follower could be computed on the other replica 10 ms earlier than it is behind it, but the next new prompt would wait.
+    let follower = arrival(101, 50, 4096);
+    let verdict = router.place(follower, ms(1e4 + 46.0));
+    assert_eq!(chosen(&verdict), 0);
+    assert!(router.decision(RequestId(101)).unwrap().quotes[1].terms.delay > 100.0);
+}
+
+#[test]
 fn each_baseline_follows_its_own_signal() {
     let pick = |policy: PolicyName| {
         let mut router = router(policy, PriceWeights::default(), 3);
