@@ -3,7 +3,7 @@ use baton_units::{Blocks, DurationMs, ReplicaId, Time, Tokens};
 use crate::{
     Arrival, Discipline, Terms,
     chains::ChainId,
-    delay::{Backlog, delay_of_others},
+    delay::{Backlog, Coming, Delays},
     fleet::Replica,
     policy::Candidate,
     router::Router,
@@ -20,7 +20,7 @@ pub(crate) struct Scratch {
     pub(crate) depths: Vec<u32>,
     backlogs: Vec<Backlog>,
     work_ms: Vec<f64>,
-    delays: Vec<f64>,
+    delays: Delays,
     costs: Vec<f64>,
 }
 
@@ -88,7 +88,7 @@ impl Router {
             let new = arrival.keys.len().saturating_sub(self.depth(candidate.replica) as usize);
             let replica = &self.replicas[&candidate.replica];
             let terms = &mut candidate.terms;
-            terms.delay = weights.delay * self.scratch.delays[place];
+            terms.delay = weights.delay * self.scratch.delays.at(place);
             terms.memory = weights.memory * terms.prefill * self.memory_share(replica);
             terms.waste = shadow * (terms.wait - least_wait + terms.prefill - least_prefill);
             terms.eviction = weights.eviction * (1.0 + shadow) * self.eviction_ms(replica, new, now);
@@ -209,7 +209,8 @@ impl Router {
 
     fn price_delay(&mut self, candidates: usize) {
         let Scratch { backlogs, work_ms, delays, costs, .. } = &mut self.scratch;
-        delay_of_others(backlogs, work_ms, costs.chunks_exact(candidates), self.demand.rate(), delays);
+        let coming = costs.chunks_exact(candidates).map(|costs| Coming { costs, elsewhere: f64::INFINITY });
+        delays.compute(backlogs, work_ms, coming, self.demand.rate());
     }
 
     /// What a copy of `work_ms` on the candidate at `place` costs those who come later; after [`Self::quote`].
@@ -218,7 +219,7 @@ impl Router {
         self.scratch.work_ms.fill(0.0);
         self.scratch.work_ms[place] = work_ms;
         self.price_delay(candidates);
-        self.scratch.delays[place]
+        self.scratch.delays.at(place)
     }
 
     /// Longest wait, in ms, of what was sent and not begun, for a hint when to retry.
