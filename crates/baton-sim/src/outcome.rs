@@ -1,7 +1,8 @@
+use baton_policy::DecisionRecord;
 use baton_units::{Blocks, Time, Tokens};
 use serde::Serialize;
 
-use crate::percentile;
+use crate::{RequestKind, percentile};
 
 /// What happened in one run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -20,12 +21,16 @@ pub struct Outcome {
     pub left_in_use: Blocks,
     /// Broken laws, in words.
     pub violations: Vec<String>,
+    /// By request; as many of the latest as the router was told to keep.
+    pub decisions: Vec<DecisionRecord>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct RequestOutcome {
     pub arrived: Time,
+    pub kind: RequestKind,
     pub prompt: Tokens,
+    pub output: u32,
     pub replica: Option<u32>,
     pub cached: Option<Tokens>,
     pub first_token: Option<Time>,
@@ -40,10 +45,17 @@ pub struct RequestOutcome {
 impl Outcome {
     /// Times to first token in ms, sorted.
     pub fn ttft_ms(&self) -> Vec<f64> {
-        let mut all: Vec<f64> =
-            self.requests.iter().filter_map(|request| request.first_token.map(|at| at.as_ms() - request.arrived.as_ms())).collect();
-        all.sort_by(f64::total_cmp);
-        all
+        sorted(self.requests.iter().filter_map(RequestOutcome::ttft_ms))
+    }
+
+    /// The same of one kind of request.
+    pub fn ttft_ms_of(&self, kind: RequestKind) -> Vec<f64> {
+        sorted(self.requests.iter().filter(|request| request.kind == kind).filter_map(RequestOutcome::ttft_ms))
+    }
+
+    /// Mean times between a request's tokens in ms, sorted.
+    pub fn tpot_ms(&self) -> Vec<f64> {
+        sorted(self.requests.iter().filter_map(RequestOutcome::tpot_ms))
     }
 
     pub fn ttft_percentile_ms(&self, share: f64) -> f64 {
@@ -66,4 +78,22 @@ impl Outcome {
         let all: u32 = self.sent.iter().sum();
         f64::from(most) * self.sent.len() as f64 / f64::from(all.max(1))
     }
+}
+
+impl RequestOutcome {
+    pub fn ttft_ms(&self) -> Option<f64> {
+        Some(self.first_token?.as_ms() - self.arrived.as_ms())
+    }
+
+    /// Mean time between its tokens; `None` of a single one.
+    pub fn tpot_ms(&self) -> Option<f64> {
+        let gaps = self.output.checked_sub(1).filter(|gaps| *gaps > 0)?;
+        Some((self.finished?.as_ms() - self.first_token?.as_ms()) / f64::from(gaps))
+    }
+}
+
+fn sorted(values: impl Iterator<Item = f64>) -> Vec<f64> {
+    let mut all: Vec<f64> = values.collect();
+    all.sort_by(f64::total_cmp);
+    all
 }

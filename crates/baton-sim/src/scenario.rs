@@ -28,6 +28,24 @@ pub struct Scenario {
     pub faults: Vec<Fault>,
     /// Tries of a request that fails before its first token.
     pub tries: u32,
+    /// Parts the fleet by prompt length, whatever the policy. A reference, not a rule that a router could go by: how to part it
+    /// follows from the workload.
+    pub parted: Option<Parted>,
+}
+
+/// Size interval task assignment (Harchol-Balter, Crovella and Murta): the first `replicas` take prompts of up to `longest` and no
+/// others, the rest of the fleet all longer ones.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Parted {
+    pub replicas: usize,
+    pub longest: Tokens,
+}
+
+impl Parted {
+    /// Places that may not take a prompt.
+    pub(crate) fn barred(&self, prompt: Tokens, fleet: usize) -> std::ops::Range<usize> {
+        if prompt <= self.longest { self.replicas..fleet } else { 0..self.replicas }
+    }
 }
 
 /// How the engines of a fleet work.
@@ -67,6 +85,7 @@ impl Scenario {
             reports: None,
             faults: Vec::new(),
             tries: 3,
+            parted: None,
         }
     }
 }

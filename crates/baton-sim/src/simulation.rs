@@ -1,7 +1,7 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use baton_kv::{BlockKey, KeyDomain, KvEventBatch, chain_keys};
-use baton_policy::{Arrival, Discipline, Outcome as End, Placed, ReplicaSpec, ReplicaState, Router, Verdict};
+use baton_policy::{Arrival, DecisionRecord, Discipline, Outcome as End, Placed, ReplicaSpec, ReplicaState, Router, Verdict};
 use baton_units::{Blocks, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
 
 use crate::{
@@ -208,7 +208,9 @@ impl<'a> Simulation<'a> {
         let keys: Arc<[BlockKey]> = chain_keys(self.root, &client.prompt, self.scenario.block_size).into();
         self.outcomes.push(RequestOutcome {
             arrived: now,
+            kind: client.kind,
             prompt: Tokens(client.prompt.len() as u32),
+            output: 0,
             replica: None,
             cached: None,
             first_token: None,
@@ -228,16 +230,21 @@ impl<'a> Simulation<'a> {
 
     fn ask_router(&mut self, id: RequestId, now: Time) {
         let live = &self.live[&id];
+        let prompt = Tokens(live.prompt.len() as u32);
+        let mut excluded = live.failed_on.clone();
+        if let Some(parted) = self.scenario.parted {
+            excluded.extend(parted.barred(prompt, self.replicas.len()).map(|place| ReplicaId(place as u32)));
+        }
         let arrival = Arrival {
             request: id,
             keys: live.keys.clone(),
-            prompt: Tokens(live.prompt.len() as u32),
+            prompt,
             // Nothing of the output's length reaches the router, not even as the client's bound.
             max_output: None,
             session: live.client.as_ref().and_then(|client| client.session),
             program: None,
             priority: Priority(0),
-            excluded: live.failed_on.clone(),
+            excluded,
         };
         let verdict = self.router.place(arrival, now);
         self.carry_out(id, verdict, now);
@@ -355,6 +362,7 @@ impl<'a> Simulation<'a> {
         outcome.refused = refused;
         outcome.failed = !refused && !done;
         outcome.finished = done.then_some(now);
+        outcome.output = live.tokens.len() as u32;
         outcome.output_digest = BlockKey(0).child(&live.tokens).0;
         if let Some(next) = self.workload.after(&client, done.then_some(live.tokens.as_slice()), now) {
             self.expect_arrival(next);
@@ -443,6 +451,9 @@ impl<'a> Simulation<'a> {
 
     fn into_outcome(mut self) -> Outcome {
         self.check_index();
+        let kept = self.scenario.router.decisions_kept;
+        let mut decisions: Vec<DecisionRecord> = self.router.decisions(kept).iter().map(|record| DecisionRecord::clone(record)).collect();
+        decisions.sort_by_key(|record| record.request);
         let busy = |replica: &Replica| replica.busy_before_ms + if replica.alive { replica.engine.busy_ms() } else { 0.0 };
         Outcome {
             sent: self.tally.sent,
@@ -454,6 +465,7 @@ impl<'a> Simulation<'a> {
             left_in_flight: self.router.fleet(self.queue.now()).iter().map(|replica| replica.in_flight).sum(),
             left_in_use: self.replicas.iter().filter(|replica| replica.alive).map(|replica| replica.engine.blocks_in_use()).sum(),
             violations: self.tally.violations,
+            decisions,
             requests: self.outcomes,
         }
     }

@@ -35,9 +35,41 @@ impl Interval {
     }
 }
 
+/// How many times larger one thing is than another, over paired seeds: the geometric mean of their ratios with its 95 % confidence
+/// interval.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Ratio {
+    pub mean: f64,
+    pub low: f64,
+    pub high: f64,
+}
+
+impl Ratio {
+    /// Of `values` over `base`, pair by pair; all are above zero.
+    pub fn of(values: &[f64], base: &[f64]) -> Self {
+        let logs: Vec<f64> = values.iter().zip(base).map(|(value, base)| (value / base).ln()).collect();
+        let Interval { mean, half_width } = Interval::of(&logs);
+        Self { mean: mean.exp(), low: (mean - half_width).exp(), high: (mean + half_width).exp() }
+    }
+
+    /// Whether it is above one by more than the noise.
+    pub fn is_more(&self) -> bool {
+        self.low > 1.0
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_ratio_is_of_pairs_and_no_larger_for_the_seeds_own_spread() {
+        let base = [1.0, 10.0, 100.0, 1000.0];
+        let ratio = Ratio::of(&base.map(|value| 2.0 * value), &base);
+        assert!((ratio.mean - 2.0).abs() < 1e-12 && (ratio.high - ratio.low).abs() < 1e-9, "{ratio:?}");
+        let noisy = Ratio::of(&[2.0, 8.0], &[4.0, 4.0]);
+        assert!((noisy.mean - 1.0).abs() < 1e-12 && !noisy.is_more() && noisy.low < 0.5, "{noisy:?}");
+    }
 
     #[test]
     fn the_interval_of_ten_values_uses_nine_degrees_of_freedom() {

@@ -1,12 +1,15 @@
 use std::{fmt, str::FromStr, sync::Arc};
 
-use baton_units::Time;
+use baton_cost::StepCoefficients;
+use baton_units::{Time, Tokens};
+use serde::Serialize;
 
 const BYTES_PER_TOKEN: usize = 4;
 /// Bytes of the system prompt's text, of its frame, and of each further message's frame, as the lab's client writes them.
 const SYSTEM_BYTES: usize = 2000;
 const SYSTEM_FRAME: usize = 17;
 const SHARED_TAIL: usize = 8;
+const SYSTEM_TOKENS: usize = (SYSTEM_BYTES + SYSTEM_FRAME + SHARED_TAIL) / BYTES_PER_TOKEN;
 const MESSAGE_FRAME: usize = 7;
 const PROMPT_FRAME: usize = 13;
 /// A user's own text a step (321 tokens) and the generated one (64 tokens).
@@ -29,10 +32,12 @@ pub enum WorkloadName {
     Shared,
     /// As `Shared`, with 5 % unique prompts of 32 K tokens.
     Mix,
+    /// `Agent` beside half of `Mix` on one fleet.
+    AgentMix,
 }
 
 impl WorkloadName {
-    pub const ALL: [Self; 3] = [Self::Agent, Self::Shared, Self::Mix];
+    pub const ALL: [Self; 4] = [Self::Agent, Self::Shared, Self::Mix, Self::AgentMix];
 }
 
 impl fmt::Display for WorkloadName {
@@ -41,6 +46,7 @@ impl fmt::Display for WorkloadName {
             Self::Agent => "agent",
             Self::Shared => "shared",
             Self::Mix => "mix",
+            Self::AgentMix => "agent-mix",
         })
     }
 }
@@ -80,6 +86,8 @@ impl Shape {
             WorkloadName::Agent => (0, 0.0, 0.0),
             WorkloadName::Shared => (4000, 25.0, 0.0),
             WorkloadName::Mix => (2400, 6.25, 0.05),
+            // As long as the agents take.
+            WorkloadName::AgentMix => (2800, 3.125, 0.05),
         };
         Self {
             tasks: 10 * replicas,
@@ -96,13 +104,41 @@ impl Shape {
             session_ids: true,
         }
     }
+
+    /// Prefill work in ms of an open request, on average, where shared prefixes are always cached: the least that a fleet must do.
+    pub fn least_work_ms(&self, step: &StepCoefficients) -> f64 {
+        let tokens = |count: usize| Tokens(count as u32);
+        let long = step.prefill_ms(tokens(self.long_tokens), Tokens::ZERO);
+        let short = step.prefill_ms(tokens(self.own_tokens), tokens(self.prefix_tokens));
+        self.long_share * long + (1.0 - self.long_share) * short
+    }
+
+    /// The rate at which open requests ask for `load` of the time of `replicas`, by [`Self::least_work_ms`].
+    pub fn rate_for_load(&self, load: f64, replicas: usize, step: &StepCoefficients) -> f64 {
+        1e3 * load * replicas as f64 / self.least_work_ms(step)
+    }
+}
+
+/// What a request is to its client.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RequestKind {
+    /// A step of an agent's task.
+    Step,
+    /// A shared prompt with a question.
+    Short,
+    /// A unique prompt, long where the workload has long ones.
+    Long,
 }
 
 /// One request as its client sends it.
 #[derive(Debug, Clone)]
 pub struct ClientRequest {
     pub at: Time,
+    pub kind: RequestKind,
     pub prompt: Arc<[u32]>,
+    /// Tokens at its front that requests of others begin with too.
+    pub shared: usize,
     /// Tokens it will generate: known to the engine and the client's bound, never to the router.
     pub output: u32,
     pub session: Option<u64>,
@@ -135,14 +171,21 @@ impl Workload {
     /// Requests whose time does not depend on any answer.
     pub fn first(&mut self) -> Vec<ClientRequest> {
         match self.name {
-            WorkloadName::Agent => {
-                let start = |place: usize| LabRng::new(self.seed * 7919 + place as u64).unit() * START_MS;
-                let mut starts: Vec<f64> = (0..self.shape.concurrent).map(start).collect();
-                starts.sort_by(f64::total_cmp);
-                starts.into_iter().filter_map(|at| self.next_task(Time::from_ms(at))).collect()
-            }
+            WorkloadName::Agent => self.first_tasks(),
             WorkloadName::Shared | WorkloadName::Mix => self.open_loop(),
+            WorkloadName::AgentMix => {
+                let mut all = self.first_tasks();
+                all.extend(self.open_loop());
+                all
+            }
         }
+    }
+
+    fn first_tasks(&mut self) -> Vec<ClientRequest> {
+        let start = |place: usize| LabRng::new(self.seed * 7919 + place as u64).unit() * START_MS;
+        let mut starts: Vec<f64> = (0..self.shape.concurrent).map(start).collect();
+        starts.sort_by(f64::total_cmp);
+        starts.into_iter().filter_map(|at| self.next_task(Time::from_ms(at))).collect()
     }
 
     /// What its client sends next, after a request ended with `output`; `None` for it failed or for single turns.
@@ -166,8 +209,7 @@ impl Workload {
         let mut rng = LabRng::new(self.seed * 1_000_003 + place as u64);
         rng.skip_text(STEP_BYTES);
         let bytes = SYSTEM_BYTES + SYSTEM_FRAME + SHARED_TAIL + STEP_BYTES + MESSAGE_FRAME + PROMPT_FRAME;
-        let shared = (SYSTEM_BYTES + SYSTEM_FRAME + SHARED_TAIL) / BYTES_PER_TOKEN;
-        let tokens = stream(0, 0..shared).collect();
+        let tokens = stream(0, 0..SYSTEM_TOKENS).collect();
         self.tasks.push(Task { rng, step: 0, bytes, tokens });
         Some(self.step(place, at))
     }
@@ -177,7 +219,15 @@ impl Workload {
         let tokens = task.bytes.div_ceil(BYTES_PER_TOKEN);
         task.tokens.extend(stream(1 + place as u64, task.tokens.len()..tokens));
         let session = self.shape.session_ids.then_some(self.seed << 20 | place as u64);
-        ClientRequest { at, prompt: task.tokens.as_slice().into(), output: STEP_OUTPUT, session, task: Some(place) }
+        ClientRequest {
+            at,
+            kind: RequestKind::Step,
+            prompt: task.tokens.as_slice().into(),
+            shared: SYSTEM_TOKENS,
+            output: STEP_OUTPUT,
+            session,
+            task: Some(place),
+        }
     }
 
     fn open_loop(&self) -> Vec<ClientRequest> {
@@ -192,16 +242,17 @@ impl Workload {
                 let draw = rng.unit() * all;
                 let prefix = zipf_rank(&weights, draw);
                 let own = (1 << 32) + place as u64;
-                let prompt = if rng.unit() < shape.long_share {
+                let kind = if rng.unit() < shape.long_share { RequestKind::Long } else { RequestKind::Short };
+                let (shared, prompt) = if kind == RequestKind::Long {
                     let tokens = (LONG_FRAME + shape.long_tokens * BYTES_PER_TOKEN + SINGLE_FRAME).div_ceil(BYTES_PER_TOKEN);
-                    stream(own, 0..tokens).collect()
+                    (0, stream(own, 0..tokens).collect())
                 } else {
                     let shared = SYSTEM_FRAME + shape.prefix_tokens * BYTES_PER_TOKEN + SHARED_TAIL;
                     let tokens = (shared + shape.own_tokens * BYTES_PER_TOKEN + SINGLE_FRAME).div_ceil(BYTES_PER_TOKEN);
                     let shared = shared / BYTES_PER_TOKEN;
-                    stream(1 + prefix as u64, 0..shared).chain(stream(own, shared..tokens)).collect()
+                    (shared, stream(1 + prefix as u64, 0..shared).chain(stream(own, shared..tokens)).collect())
                 };
-                ClientRequest { at: Time::from_ms(at_ms), prompt, output: shape.output, session: None, task: None }
+                ClientRequest { at: Time::from_ms(at_ms), kind, prompt, shared, output: shape.output, session: None, task: None }
             })
             .collect()
     }

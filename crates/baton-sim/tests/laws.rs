@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use baton_policy::{PolicyName, RouterConfig};
-use baton_sim::{EngineModel, Fault, Link, Outcome, Scenario, Shape, WorkloadName, run};
+use baton_sim::{EngineModel, Fault, Link, Outcome, Parted, RequestKind, Scenario, Shape, WorkloadName, reference_step, run};
 use baton_units::{Blocks, Time, Tokens};
 
 const SCHEDULER: EngineModel = EngineModel::Scheduler { budget: Tokens(2048) };
@@ -111,6 +111,27 @@ fn placement_changes_no_output() {
             assert!(troubled.is_none() || *calm == troubled);
         }
     }
+}
+
+#[test]
+fn a_parted_fleet_keeps_long_prompts_apart() {
+    let parted = Some(Parted { replicas: 2, longest: Tokens(4096) });
+    let outcome = run(&Scenario { parted, ..small(WorkloadName::AgentMix, SCHEDULER, PolicyName::Price, 1) });
+    for request in &outcome.requests {
+        assert_eq!(request.replica == Some(2), request.prompt > Tokens(4096), "{request:?}");
+    }
+    let kinds = |kind| outcome.requests.iter().filter(|request| request.kind == kind).count();
+    assert!([RequestKind::Step, RequestKind::Short, RequestKind::Long].into_iter().all(|kind| kinds(kind) > 0));
+}
+
+#[test]
+fn a_load_is_the_share_of_time_that_open_requests_take_on_an_engine_that_never_misses() {
+    let engine = EngineModel::Serial;
+    let lab = small(WorkloadName::Mix, engine, PolicyName::Price, 2);
+    let shape = Shape { requests: 3000, prefixes: 1, rate_per_s: lab.shape.rate_for_load(0.6, 3, &reference_step()), ..lab.shape };
+    let outcome = run(&Scenario { shape, blocks: Blocks(6912), ..lab });
+    let busy = outcome.busy_ms.iter().sum::<f64>() / (3.0 * outcome.ended_at.as_ms());
+    assert!((busy / 0.6 - 1.0).abs() < 0.1, "{busy}");
 }
 
 /// The figures that the policy is held to on the serial engine; `bench/routing` shows them over ten seeds, and on the scheduler.
