@@ -1,191 +1,147 @@
-//! Routing policies on the lab's three workloads, in virtual time: 8 replicas, paired seeds, TTFT percentiles and hit rates.
+//! Routing rules in virtual time, over paired seeds: first tokens, times between tokens and hits of each, and each rule's ratio to the
+//! best one of its cell, with 95 % confidence intervals.
 //!
-//! `routing [engine=serial|scheduler] [workloads=agent,shared,mix] [policies=price,…|all] [seeds=11..20] [replicas=8]
-//! [sessions=yes|no|both] [events=yes|no] [off=delay,eviction,memory,waste,decode,copies] [bind_ms=N|never] [json=yes]`
-#![allow(clippy::print_stdout, reason = "a program")]
+//! `routing [suite=lab|quick|sweep] [AXIS=value,…] [policies=price,own-cost,price-no-delay+copies,sita-2,…|all] [seeds=11..20]
+//! [threads=N] [json=FILE] [trace=FILE]`, where an axis is one of `AXES` in `cell.rs`, and several values make a cell each. A cell's name
+//! is what to type to run it alone. `trace` writes a line of JSON for each request: what the router knew, what it chose, what came of it.
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program")]
 
-use std::{collections::BTreeMap, time::Duration};
+mod cell;
+mod report;
+mod rule;
 
-use baton_policy::{PolicyName, RouterConfig};
-use baton_sim::{EngineModel, Interval, Link, Outcome, Scenario, Shape, WorkloadName, run};
-use baton_units::Tokens;
-use serde::Serialize;
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    io::{BufWriter, Write as _},
+    ops::RangeInclusive,
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+};
 
-/// One line of the table: means over the seeds.
-#[derive(Serialize)]
-struct Row {
-    engine: String,
-    workload: String,
-    policy: String,
-    session_ids: bool,
-    seeds: usize,
-    ttft_ms_p50: Interval,
-    ttft_ms_p90: Interval,
-    ttft_ms_p99: Interval,
-    ttft_ms_mean: Interval,
-    hit_rate: Interval,
-    requests_max_over_mean: Interval,
-    copies: Interval,
-    held: Interval,
-    failed: f64,
-    violations: Vec<String>,
-}
+use baton_policy::PolicyName;
+use baton_sim::{Outcome, run};
+use serde_json::json;
+
+use crate::{
+    cell::{Cell, split_pair},
+    report::{Report, Row, Seen},
+    rule::Rule,
+};
+
+/// Decisions kept of each run when they are traced: those of all its requests.
+const TRACED: usize = 1 << 20;
 
 fn main() {
     let options = Options::from_args();
-    let mut rows = Vec::new();
-    if !options.json {
-        println!(
-            "{:<10}{:<8}{:<22}{:<9}{:>17}{:>18}{:>20}{:>9}{:>13}{:>6}{:>8}{:>7}",
-            "engine", "load", "policy", "sessions", "p50 ms", "p90 ms", "p99 ms", "mean", "hit %", "imb", "copies", "held"
-        );
+    let mut trace = options.given("trace").map(|path| BufWriter::new(File::create(path).expect("the trace's file")));
+    let cells = options.cells();
+    let mut reports = Vec::new();
+    for (place, cell) in cells.iter().enumerate() {
+        let report = compare(cell, &options, &mut trace);
+        println!("{report}");
+        reports.push(report);
+        eprintln!("{} of {} cells", place + 1, cells.len());
     }
-    for workload in options.list("workloads", "agent,shared,mix") {
-        let workload: WorkloadName = workload.parse().expect("a workload");
-        for policy in options.policies() {
-            for sessions in options.sessions(workload) {
-                let row = options.row(workload, policy, sessions);
-                if !options.json {
-                    print_row(&row);
-                }
-                rows.push(row);
-            }
-        }
-    }
-    if options.json {
-        println!("{}", serde_json::to_string_pretty(&rows).expect("rows are plain data"));
+    println!("{}", report::ratios(&reports));
+    println!("{}", report::findings(&reports));
+    if let Some(path) = options.given("json") {
+        serde_json::to_writer_pretty(File::create(path).expect("the report's file"), &reports).expect("reports are plain data");
     }
 }
 
-fn print_row(row: &Row) {
-    let span = |interval: &Interval| format!("{:.1} ±{:.1}", interval.mean, interval.half_width);
-    println!(
-        "{:<10}{:<8}{:<22}{:<9}{:>17}{:>18}{:>20}{:>9.1}{:>13}{:>6.2}{:>8.0}{:>7.0}",
-        row.engine,
-        row.workload,
-        row.policy,
-        if row.session_ids { "yes" } else { "no" },
-        span(&row.ttft_ms_p50),
-        span(&row.ttft_ms_p90),
-        span(&row.ttft_ms_p99),
-        row.ttft_ms_mean.mean,
-        format!("{:.1} ±{:.1}", 100.0 * row.hit_rate.mean, 100.0 * row.hit_rate.half_width),
-        row.requests_max_over_mean.mean,
-        row.copies.mean,
-        row.held.mean,
-    );
-    for violation in &row.violations {
-        println!("  BROKEN LAW: {violation}");
+/// Plays a cell under all its rules and seeds, with as many threads as asked for.
+fn compare(cell: &Cell, options: &Options, trace: &mut Option<BufWriter<File>>) -> Report {
+    let rules = options.rules(cell);
+    let jobs: Vec<(usize, u64)> = (0..rules.len()).flat_map(|rule| options.seeds().map(move |seed| (rule, seed))).collect();
+    let next = AtomicUsize::new(0);
+    let traced = trace.is_some();
+    let results: Vec<Mutex<Option<Outcome>>> = jobs.iter().map(|_| Mutex::new(None)).collect();
+    thread::scope(|scope| {
+        for _ in 0..options.threads() {
+            scope.spawn(|| {
+                loop {
+                    let job = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(&(rule, seed)) = jobs.get(job) else { return };
+                    let mut scenario = cell.scenario(&rules[rule], seed);
+                    scenario.router.decisions_kept = if traced { TRACED } else { 0 };
+                    *results[job].lock().expect("no holder panics") = Some(run(&scenario));
+                }
+            });
+        }
+    });
+    let mut outcomes = results.into_iter().map(|slot| slot.into_inner().expect("no holder panics").expect("every job ran"));
+    let mut rows = Vec::new();
+    for rule in &rules {
+        let of_rule: Vec<Outcome> = outcomes.by_ref().take(options.seeds().count()).collect();
+        if let Some(file) = trace {
+            for (outcome, seed) in of_rule.iter().zip(options.seeds()) {
+                write_trace(file, cell, rule, seed, outcome).expect("the trace is written");
+            }
+        }
+        rows.push(Row::new(rule, options.seeds().zip(&of_rule).map(|(seed, outcome)| Seen::new(seed, outcome)).collect()));
     }
+    Report::new(cell.name(), rows)
+}
+
+fn write_trace(file: &mut BufWriter<File>, cell: &Cell, rule: &Rule, seed: u64, outcome: &Outcome) -> std::io::Result<()> {
+    let mut decisions = outcome.decisions.iter().peekable();
+    for (place, request) in outcome.requests.iter().enumerate() {
+        let decision = decisions.next_if(|decision| decision.request.0 == place as u64);
+        let line = json!({
+            "cell": cell.name(), "rule": rule.to_string(), "seed": seed, "request": place, "arrived_ms": request.arrived.as_ms(),
+            "kind": request.kind, "prompt": request.prompt, "cached": request.cached, "replica": request.replica,
+            "ttft_ms": request.ttft_ms(), "tpot_ms": request.tpot_ms(), "decision": decision,
+        });
+        writeln!(file, "{line}")?;
+    }
+    Ok(())
 }
 
 struct Options {
     given: BTreeMap<String, String>,
-    json: bool,
 }
 
 impl Options {
     fn from_args() -> Self {
-        let pair = |argument: String| {
-            let (key, value) = argument.split_once('=').unwrap_or_else(|| panic!("`{argument}` is not key=value"));
-            (key.to_owned(), value.to_owned())
-        };
-        let given: BTreeMap<String, String> = std::env::args().skip(1).map(pair).collect();
-        let json = given.get("json").is_some_and(|value| value == "yes");
-        Self { given, json }
+        let given: BTreeMap<String, String> = std::env::args().skip(1).map(|argument| split_pair(&argument)).collect();
+        let others = ["suite", "policies", "seeds", "threads", "json", "trace"];
+        let unknown = given.keys().find(|key| !Cell::knows(key) && !others.contains(&key.as_str()));
+        assert!(unknown.is_none(), "no option is called `{}`", unknown.map_or("", String::as_str));
+        Self { given }
     }
 
-    fn get<'a>(&'a self, key: &str, default: &'a str) -> &'a str {
-        self.given.get(key).map_or(default, String::as_str)
+    fn given(&self, key: &str) -> Option<&str> {
+        self.given.get(key).map(String::as_str)
     }
 
-    fn list<'a>(&'a self, key: &str, default: &'a str) -> impl Iterator<Item = &'a str> {
-        self.get(key, default).split(',').filter(|name| !name.is_empty())
-    }
-
-    fn policies(&self) -> Vec<PolicyName> {
-        if self.get("policies", "all") == "all" {
-            return PolicyName::ALL.to_vec();
-        }
-        self.list("policies", "").map(|name| name.parse().expect("a policy")).collect()
-    }
-
-    fn sessions(&self, workload: WorkloadName) -> Vec<bool> {
-        match (workload, self.get("sessions", "both")) {
-            (WorkloadName::Shared | WorkloadName::Mix, _) | (WorkloadName::Agent, "no") => vec![false],
-            (WorkloadName::Agent, "yes") => vec![true],
-            (WorkloadName::Agent, _) => vec![false, true],
+    fn cells(&self) -> Vec<Cell> {
+        let axes: BTreeMap<String, String> =
+            self.given.iter().filter(|(key, _)| Cell::knows(key)).map(|(key, value)| (key.clone(), value.clone())).collect();
+        match self.given("suite") {
+            Some(suite) => Cell::suite(suite, &axes),
+            None => Cell::product(&axes),
         }
     }
 
-    fn seeds(&self) -> std::ops::RangeInclusive<u64> {
-        let (from, to) = self.get("seeds", "11..20").split_once("..").expect("a range of seeds, as 11..20");
+    fn rules(&self, cell: &Cell) -> Vec<Rule> {
+        match self.given("policies") {
+            None => cell.rules(),
+            Some("all") => PolicyName::ALL.iter().map(|policy| Rule::Policy(*policy)).collect(),
+            Some(names) => names.split(',').map(|name| name.parse().unwrap_or_else(|error| panic!("{error}"))).collect(),
+        }
+    }
+
+    fn seeds(&self) -> RangeInclusive<u64> {
+        let (from, to) = self.given("seeds").unwrap_or("11..20").split_once("..").expect("a range of seeds, as 11..20");
         from.parse().expect("a number")..=to.parse().expect("a number")
     }
 
-    fn number(&self, key: &str, default: &str) -> f64 {
-        self.get(key, default).parse().expect("a number")
-    }
-
-    fn scenario(&self, workload: WorkloadName, policy: PolicyName, sessions: bool, seed: u64) -> Scenario {
-        let engine = match self.get("engine", "serial") {
-            "serial" => EngineModel::Serial,
-            "scheduler" => EngineModel::Scheduler { budget: Tokens(self.number("budget", "2048") as u32) },
-            other => panic!("no engine is called `{other}`"),
-        };
-        let mut router = RouterConfig { policy, decisions_kept: 0, ..RouterConfig::default() };
-        for term in self.list("off", "") {
-            match term {
-                "delay" => router.weights.delay = 0.0,
-                "eviction" => router.weights.eviction = 0.0,
-                "memory" => router.weights.memory = 0.0,
-                "waste" => router.weights.waste = 0.0,
-                "decode" => router.weights.decode = 0.0,
-                "copies" => router.copies = false,
-                other => panic!("no term is called `{other}`"),
-            }
-        }
-        if let Some(weight) = self.given.get("decode") {
-            router.weights.decode = weight.parse().expect("a number");
-        }
-        match self.given.get("bind_ms").map(String::as_str) {
-            Some("never") => router.bind_within = None,
-            Some(ms) => router.bind_within = Some(Duration::from_millis(ms.parse().expect("a number"))),
-            None => {}
-        }
-        let mut scenario = Scenario::lab(workload, engine, router, seed);
-        scenario.replicas = self.number("replicas", "8") as usize;
-        scenario.shape = Shape { session_ids: sessions, ..Shape::lab(workload, scenario.replicas) };
-        if self.get("events", "no") == "yes" {
-            scenario.events = Some(Link::with_delay(Duration::from_millis(1)));
-            scenario.reports = Some((Link::with_delay(Duration::from_millis(1)), Duration::from_millis(100)));
-        }
-        scenario
-    }
-
-    fn row(&self, workload: WorkloadName, policy: PolicyName, session_ids: bool) -> Row {
-        let outcomes: Vec<Outcome> = self.seeds().map(|seed| run(&self.scenario(workload, policy, session_ids, seed))).collect();
-        let over = |value: &dyn Fn(&Outcome) -> f64| Interval::of(&outcomes.iter().map(value).collect::<Vec<f64>>());
-        let mean = |outcome: &Outcome| {
-            let all = outcome.ttft_ms();
-            all.iter().sum::<f64>() / all.len() as f64
-        };
-        Row {
-            engine: self.get("engine", "serial").to_owned(),
-            workload: workload.to_string(),
-            policy: policy.to_string(),
-            session_ids,
-            seeds: outcomes.len(),
-            ttft_ms_p50: over(&|outcome| outcome.ttft_percentile_ms(0.5)),
-            ttft_ms_p90: over(&|outcome| outcome.ttft_percentile_ms(0.9)),
-            ttft_ms_p99: over(&|outcome| outcome.ttft_percentile_ms(0.99)),
-            ttft_ms_mean: over(&mean),
-            hit_rate: over(&Outcome::hit_rate),
-            requests_max_over_mean: over(&Outcome::imbalance),
-            copies: over(&|outcome| f64::from(outcome.copies)),
-            held: over(&|outcome| f64::from(outcome.held)),
-            failed: over(&|outcome| outcome.requests.iter().filter(|request| request.failed || request.refused).count() as f64).mean,
-            violations: outcomes.iter().flat_map(|outcome| outcome.violations.iter().cloned()).take(5).collect(),
-        }
+    fn threads(&self) -> usize {
+        let all = || thread::available_parallelism().map_or(1, usize::from);
+        self.given("threads").map_or_else(all, |threads| threads.parse().expect("a number"))
     }
 }
