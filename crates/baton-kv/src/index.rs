@@ -1,30 +1,31 @@
-use std::{
-    cmp::Reverse,
-    collections::{BTreeMap, BinaryHeap, HashMap, hash_map::Entry},
-    hash::{BuildHasherDefault, Hasher},
-    time::Duration,
-};
+use std::{collections::BTreeMap, hash::Hasher, time::Duration};
 
-use baton_units::{BlockSize, Incarnation, ReplicaId, Time};
+use baton_units::{BlockSize, Bytes, Incarnation, ReplicaId, Time};
 
 use crate::{BlockKey, EngineHash, KeyDomain, KvEvent, KvEventBatch};
+use caches::Caches;
+
+pub use caches::{Use, Victim};
+
+mod caches;
+mod holders;
+mod search;
 
 /// Batches kept while an earlier one is missing; one more and the index goes on without the missing ones.
 const PENDING_BATCHES_MAX: usize = 1024;
 
-/// The router's belief of which replica holds which block, over the whole fleet.
+/// The router's belief of which replica holds which block, over the whole fleet, and of what each replica's cache would let go next.
 ///
 /// Two sources feed it: engine events (*confirmed* entries, counted as often as the engine stored them) and the router's own
-/// dispatches (*expected* entries, which end with their lifetime unless the engine confirms them). A replica whose events have a
-/// gap is *doubtful* until the missing batches are applied or the engine clears its cache or restarts.
+/// dispatches (*expected* entries, which end with their lifetime unless the engine confirms them or a request keeps them). A replica
+/// whose events have a gap is *doubtful* until the missing batches are applied or the engine clears its cache or restarts.
 ///
-/// Replica ids are dense (their index is a bit position); memory is one entry a distinct block plus one a (replica, block).
+/// Replica ids are dense (their index is a bit position) and below 4,096. Memory is bounded: see [`Self::make_room`].
 #[derive(Debug)]
 pub struct FleetIndex {
     model: String,
-    lifetime: Duration,
-    blocks: HashMap<BlockKey, Block, BuildHasherDefault<KeyHasher>>,
-    replicas: Vec<Holder>,
+    caches: Caches,
+    streams: Vec<Stream>,
 }
 
 /// What became of a batch of events.
@@ -42,25 +43,9 @@ pub enum Applied {
     Ignored,
 }
 
-/// A change of one replica's entries, for those who mirror them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Change {
-    /// The engine confirmed a block that was absent or only expected.
-    Confirmed(BlockKey),
-    Removed(BlockKey),
-    /// Everything of the replica was dropped.
-    Dropped,
-}
-
+/// A replica's place in its stream of events.
 #[derive(Debug, Default)]
-struct Block {
-    holders: ReplicaSet,
-    follower: Option<BlockKey>,
-    branches: bool,
-}
-
-#[derive(Debug, Default)]
-struct Holder {
+struct Stream {
     incarnation: Incarnation,
     next_sequence: u64,
     last_timestamp_s: f64,
@@ -69,56 +54,30 @@ struct Holder {
     /// Batches were given up for lost: doubt ends only with the entries.
     lost: bool,
     pending: BTreeMap<u64, KvEventBatch>,
-    stored: HashMap<EngineHash, Stored, BuildHasherDefault<KeyHasher>>,
-    held: HashMap<BlockKey, Held, BuildHasherDefault<KeyHasher>>,
-    expiries: BinaryHeap<Reverse<(Time, BlockKey)>>,
     orphans: u64,
 }
 
-/// A block as the engine names it: it may hold several copies of the same content, and removes each by itself.
-#[derive(Debug)]
-struct Stored {
-    key: BlockKey,
-    copies: u32,
-}
-
-#[derive(Debug, Default)]
-struct Held {
-    /// Engine hashes of this content that are stored.
-    confirmed: u32,
-    expected_until: Time,
-    queued: bool,
-}
-
 impl FleetIndex {
-    /// `model` is the name in the [`KeyDomain`] of requests; `lifetime` is how long an expected entry lasts without a word of the engine.
-    pub fn new(model: &str, lifetime: Duration) -> Self {
-        Self { model: model.to_owned(), lifetime, blocks: HashMap::default(), replicas: Vec::new() }
+    /// `model` is the name in the [`KeyDomain`] of requests; `lifetime` is how long an expected entry lasts without a word of the
+    /// engine; `bytes` bounds the memory of all entries.
+    pub fn new(model: &str, lifetime: Duration, bytes: Bytes) -> Self {
+        let bytes = usize::try_from(bytes.0).unwrap_or(usize::MAX);
+        Self { model: model.to_owned(), caches: Caches::new(lifetime, bytes), streams: Vec::new() }
     }
+
+    // Engine events
 
     /// Takes in one batch of a replica's events.
     pub fn apply(&mut self, replica: ReplicaId, incarnation: Incarnation, batch: &KvEventBatch, now: Time) -> Applied {
-        self.apply_with(replica, incarnation, batch, now, &mut |_| {})
-    }
-
-    /// As [`Self::apply`], and tells each change in order.
-    pub fn apply_with(
-        &mut self,
-        replica: ReplicaId,
-        incarnation: Incarnation,
-        batch: &KvEventBatch,
-        now: Time,
-        on_change: &mut impl FnMut(Change),
-    ) -> Applied {
         self.expire(now);
-        let holder = self.holder(replica);
-        let began = holder.publishes;
-        let restarted = match incarnation.cmp(&holder.incarnation) {
+        let stream = self.stream(replica);
+        let began = stream.publishes;
+        let restarted = match incarnation.cmp(&stream.incarnation) {
             std::cmp::Ordering::Less => return Applied::Ignored,
             std::cmp::Ordering::Greater => began,
-            std::cmp::Ordering::Equal if batch.sequence < holder.next_sequence => {
+            std::cmp::Ordering::Equal if batch.sequence < stream.next_sequence => {
                 // A restart without a marker counts from 0 again, under a later clock; a replayed batch has its old one.
-                if batch.timestamp_s <= holder.last_timestamp_s {
+                if batch.timestamp_s <= stream.last_timestamp_s {
                     return Applied::Ignored;
                 }
                 true
@@ -127,90 +86,105 @@ impl FleetIndex {
         };
         if restarted {
             self.drop_entries(replica);
-            on_change(Change::Dropped);
         }
-        let holder = self.holder(replica);
-        holder.publishes = true;
-        holder.incarnation = incarnation;
-        let expected = holder.next_sequence;
+        let stream = self.stream(replica);
+        stream.publishes = true;
+        stream.incarnation = incarnation;
+        let expected = stream.next_sequence;
         if batch.sequence > expected {
-            holder.doubtful = true;
-            holder.pending.insert(batch.sequence, batch.clone());
-            if holder.pending.len() > PENDING_BATCHES_MAX {
-                self.skip_gap(replica, on_change);
+            stream.doubtful = true;
+            stream.pending.insert(batch.sequence, batch.clone());
+            if stream.pending.len() > PENDING_BATCHES_MAX {
+                self.skip_gap(replica, now);
             }
             return Applied::Gap { expected, got: batch.sequence };
         }
-        self.take_in(replica, batch, on_change);
-        self.apply_pending(replica, on_change);
+        self.take_in(replica, batch, now);
+        self.apply_pending(replica, now);
         if restarted { Applied::Restarted } else { Applied::Ok }
     }
 
     /// Goes on without the missing batches. The replica stays doubtful until its engine clears its cache or restarts.
-    pub fn skip_gap(&mut self, replica: ReplicaId, on_change: &mut impl FnMut(Change)) {
-        let holder = self.holder(replica);
-        holder.lost |= holder.doubtful;
-        while let Some((_, batch)) = self.holder(replica).pending.pop_first() {
-            self.take_in(replica, &batch, on_change);
+    pub fn skip_gap(&mut self, replica: ReplicaId, now: Time) {
+        let stream = self.stream(replica);
+        stream.lost |= stream.doubtful;
+        while let Some((_, batch)) = self.stream(replica).pending.pop_first() {
+            self.take_in(replica, &batch, now);
         }
     }
 
-    /// Notes that `keys`, a whole chain from its start, are about to be computed on `replica`, or were used there.
+    /// Drops all entries of a replica, which is gone or begins anew; its events count from 0 again.
+    pub fn restart(&mut self, replica: ReplicaId, incarnation: Incarnation) {
+        self.drop_entries(replica);
+        let stream = self.stream(replica);
+        stream.incarnation = incarnation;
+        stream.publishes = false;
+    }
+
+    /// Forgets every belief and keeps the replicas' places in their event streams.
+    pub fn forget_all(&mut self) {
+        for slot in 0..self.caches.replicas() {
+            self.caches.clear(slot);
+        }
+    }
+
+    // The router's own dispatches
+
+    /// Notes that `keys`, a whole chain from its start, were used on `replica` and are there.
     pub fn expect(&mut self, replica: ReplicaId, keys: &[BlockKey], now: Time) {
-        let until = now + self.lifetime;
-        self.holder(replica);
-        let holder = &mut self.replicas[replica.index()];
-        for (place, key) in keys.iter().enumerate() {
-            let block = self.blocks.entry(*key).or_default();
-            block.holders.insert(replica.index());
-            if let Some(follower) = keys.get(place + 1) {
-                block.follow(*follower);
-            }
-            let held = holder.held.entry(*key).or_default();
-            if held.confirmed == 0 {
-                held.expected_until = until;
-                if !held.queued {
-                    held.queued = true;
-                    holder.expiries.push(Reverse((until, *key)));
-                }
-            }
+        self.begin_use(replica, keys.len(), now);
+        self.caches.touch(replica.index(), keys, true, now);
+    }
+
+    /// A request with this prompt is sent to `replica`: its blocks are expected there, and stay until [`Self::unpin`]. Tells `see` how
+    /// long the blocks had been idle.
+    pub fn pin(&mut self, replica: ReplicaId, keys: &[BlockKey], now: Time, mut see: impl FnMut(Use)) {
+        self.begin_use(replica, keys.len(), now);
+        self.caches.pin(replica.index(), keys, now, &mut see);
+    }
+
+    /// The request ended. `all` is its chain with the blocks of its output, used just now; with `believe` they are there.
+    pub fn unpin(&mut self, replica: ReplicaId, prompt: &[BlockKey], all: &[BlockKey], believe: bool, now: Time) {
+        self.begin_use(replica, if believe { all.len() } else { 0 }, now);
+        self.caches.unpin(replica.index(), prompt, all, believe, now);
+    }
+
+    /// Drops an expected block before its time. A confirmed one stays.
+    pub fn forget(&mut self, replica: ReplicaId, key: BlockKey) {
+        if replica.index() < self.caches.replicas() {
+            self.caches.forget(replica.index(), key);
         }
     }
 
-    /// Drops an expected entry before its time, as when the replica's cache must have evicted it. A confirmed one stays.
-    pub fn forget(&mut self, replica: ReplicaId, key: BlockKey) {
-        let Some(holder) = self.replicas.get_mut(replica.index()) else { return };
-        if let Entry::Occupied(held) = holder.held.entry(key)
-            && held.get().confirmed == 0
-        {
-            held.remove();
-            release(&mut self.blocks, key, replica.index());
+    /// Drops of a chain's blocks those that no request keeps and the engine did not confirm, from the chain's end.
+    pub fn forget_unused(&mut self, replica: ReplicaId, keys: &[BlockKey]) {
+        if replica.index() < self.caches.replicas() {
+            for key in keys.iter().rev().filter(|key| !self.caches.is_pinned(replica.index(), **key)).collect::<Vec<_>>() {
+                self.caches.forget(replica.index(), *key);
+            }
         }
     }
 
     /// Ends the expected entries whose lifetime is over.
     pub fn expire(&mut self, now: Time) {
-        for (slot, holder) in self.replicas.iter_mut().enumerate() {
-            while let Some(&Reverse((at, key))) = holder.expiries.peek() {
-                if at > now {
-                    break;
-                }
-                holder.expiries.pop();
-                let Entry::Occupied(mut held) = holder.held.entry(key) else { continue };
-                held.get_mut().queued = false;
-                if held.get().confirmed > 0 {
-                    continue;
-                }
-                if held.get().expected_until > now {
-                    held.get_mut().queued = true;
-                    holder.expiries.push(Reverse((held.get().expected_until, key)));
-                } else {
-                    held.remove();
-                    release(&mut self.blocks, key, slot);
-                }
-            }
+        self.caches.expire(now);
+    }
+
+    /// Lets the least recently used blocks of a replica go until at most `limit` take memory there, as its engine would; tells `see`
+    /// of each idle time that this cuts short.
+    pub fn evict_to(&mut self, replica: ReplicaId, limit: usize, now: Time, mut see: impl FnMut(Use)) {
+        if replica.index() < self.caches.replicas() {
+            self.caches.evict_to(replica.index(), limit, now, &mut see);
         }
     }
+
+    /// Makes room in the index for `blocks` more: where the bound is reached, those go whose memory is worth least by `worth`, in ms
+    /// that a block saves by being known. Without a call of this, the least recently used of the fleet go.
+    pub fn make_room(&mut self, blocks: usize, now: Time, worth: impl Fn(ReplicaId, Victim) -> f64) {
+        self.caches.make_room(blocks, now, |slot, victim| worth(ReplicaId(slot as u32), victim));
+    }
+
+    // Questions
 
     /// Leading blocks of `keys` that each replica holds, by the index of its id; shorter than the fleet when the last ones hold none.
     pub fn matches(&self, keys: &[BlockKey]) -> Vec<u32> {
@@ -219,163 +193,156 @@ impl FleetIndex {
         depths
     }
 
-    /// As [`Self::matches`], into a vector that is kept between calls. One look-up a block until no replica is left.
+    /// As [`Self::matches`], into a vector that is kept between calls. Some `log2(keys)` look-ups for each different depth.
     pub fn matches_into(&self, keys: &[BlockKey], depths: &mut Vec<u32>) {
-        depths.clear();
-        depths.resize(self.replicas.len(), 0);
-        let Some(first) = keys.first().and_then(|key| self.blocks.get(key)) else { return };
-        let mut left = first.holders.clone();
-        let mut depth = 1;
-        for key in &keys[1..] {
-            let Some(block) = self.blocks.get(key) else { break };
-            left.keep_common(&block.holders, |slot| depths[slot] = depth);
-            if left.is_empty() {
-                return;
-            }
-            depth += 1;
-        }
-        left.keep_common(&ReplicaSet::default(), |slot| depths[slot] = depth);
+        search::matches(self.caches.holders.shared(), keys, depths);
     }
 
     /// Whether `depths` still look like [`Self::matches`] of `keys`: checks only the blocks where a depth ends, so it can miss a hole
     /// before one. For values that may be a little stale.
     pub fn still_matches(&self, keys: &[BlockKey], depths: &[u32]) -> bool {
-        if depths.len() != self.replicas.len() {
-            return false;
-        }
-        let mut last_checked = None;
-        depths.iter().all(|&depth| {
-            if last_checked == Some(depth) {
-                return true;
-            }
-            last_checked = Some(depth);
-            let holds = |place: usize| keys.get(place).and_then(|key| self.blocks.get(key)).map(|block| &block.holders);
-            let (end, next) = (depth.checked_sub(1).and_then(|place| holds(place as usize)), holds(depth as usize));
-            depths.iter().enumerate().all(|(slot, &other)| {
-                (other < depth || depth == 0 || end.is_some_and(|set| set.contains(slot)))
-                    && (other != depth || !next.is_some_and(|set| set.contains(slot)))
-            })
-        })
+        search::still_matches(self.caches.holders.shared(), keys, depths)
     }
 
     /// Whether a replica other than `except` holds the block.
     pub fn held_elsewhere(&self, key: BlockKey, except: ReplicaId) -> bool {
-        self.blocks.get(&key).is_some_and(|block| block.holders.any_but(except.index()))
+        self.caches.holders.held_elsewhere(key, except.index())
     }
 
     pub fn holds(&self, replica: ReplicaId, key: BlockKey) -> bool {
-        self.blocks.get(&key).is_some_and(|block| block.holders.contains(replica.index()))
+        self.caches.holders.shared().contains(key, replica.index())
     }
 
     /// Whether the engine itself said that it holds the block.
     pub fn confirmed(&self, replica: ReplicaId, key: BlockKey) -> bool {
-        self.replicas.get(replica.index()).and_then(|holder| holder.held.get(&key)).is_some_and(|held| held.confirmed > 0)
+        self.caches.confirmed(replica.index(), key)
     }
 
     /// Whether two different blocks were seen after this one: it ends a prefix that is shared.
     pub fn branches(&self, key: BlockKey) -> bool {
-        self.blocks.get(&key).is_some_and(|block| block.branches)
+        self.caches.holders.branches(key)
     }
 
-    /// Whether batches of the replica's events are missing.
-    pub fn doubtful(&self, replica: ReplicaId) -> bool {
-        self.replicas.get(replica.index()).is_some_and(|holder| holder.doubtful)
+    /// Length of the longest prefix of `keys[..held]`, of which the replica holds all, that ends where chains part.
+    pub fn deepest_branch(&self, replica: ReplicaId, keys: &[BlockKey], held: usize) -> Option<usize> {
+        self.caches.deepest_branch(replica.index(), keys, held)
     }
 
-    /// Whether the replica ever sent events in its present life.
-    pub fn publishes(&self, replica: ReplicaId) -> bool {
-        self.replicas.get(replica.index()).is_some_and(|holder| holder.publishes)
+    /// Blocks of the replica that no request in flight keeps, in the order in which its engine would let them go.
+    pub fn victims(&self, replica: ReplicaId, now: Time) -> impl Iterator<Item = Victim> {
+        self.caches.victims(replica.index(), now)
+    }
+
+    /// Blocks that take memory of the replica, as far as is known; some may no longer be believed in.
+    pub fn blocks_resident(&self, replica: ReplicaId) -> usize {
+        self.caches.get(replica.index()).map_or(0, caches::Cache::resident)
+    }
+
+    /// Distinct blocks that requests in flight keep on the replica.
+    pub fn blocks_pinned(&self, replica: ReplicaId) -> usize {
+        self.caches.get(replica.index()).map_or(0, caches::Cache::pinned)
+    }
+
+    /// Leading blocks of the chain that requests in flight keep on the replica.
+    pub fn pinned_prefix(&self, replica: ReplicaId, keys: &[BlockKey]) -> usize {
+        self.caches.pinned_prefix(replica.index(), keys)
     }
 
     /// Blocks believed to be on the replica.
     pub fn blocks_held(&self, replica: ReplicaId) -> usize {
-        self.replicas.get(replica.index()).map_or(0, |holder| holder.held.len())
+        self.caches.get(replica.index()).map_or(0, caches::Cache::held)
     }
 
-    /// Blocks stored under a parent that the index never saw; they cannot be named. Only a gap makes them.
+    /// Whether batches of the replica's events are missing.
+    pub fn doubtful(&self, replica: ReplicaId) -> bool {
+        self.streams.get(replica.index()).is_some_and(|stream| stream.doubtful)
+    }
+
+    /// Whether the replica ever sent events in its present life.
+    pub fn publishes(&self, replica: ReplicaId) -> bool {
+        self.streams.get(replica.index()).is_some_and(|stream| stream.publishes)
+    }
+
+    /// Blocks stored under a parent that the index never saw, or no longer has; they cannot be named. A gap makes them, or the bound.
     pub fn orphans(&self, replica: ReplicaId) -> u64 {
-        self.replicas.get(replica.index()).map_or(0, |holder| holder.orphans)
+        self.streams.get(replica.index()).map_or(0, |stream| stream.orphans)
     }
 
     /// Distinct blocks known in the fleet.
     pub fn len(&self) -> usize {
-        self.blocks.len()
+        self.caches.holders.len()
     }
 
     pub fn is_empty(&self) -> bool {
-        self.blocks.is_empty()
+        self.len() == 0
     }
 
-    /// Drops all entries of a replica, which is gone or begins anew; its events count from 0 again.
-    pub fn restart(&mut self, replica: ReplicaId, incarnation: Incarnation) {
-        self.drop_entries(replica);
-        let holder = self.holder(replica);
-        holder.incarnation = incarnation;
-        holder.publishes = false;
+    /// Memory of all entries.
+    pub fn bytes(&self) -> Bytes {
+        Bytes(self.caches.bytes() as u64)
     }
 
-    /// Forgets every belief and keeps the replicas' places in their event streams.
-    pub fn forget_all(&mut self) {
-        self.blocks.clear();
-        for holder in &mut self.replicas {
-            holder.stored.clear();
-            holder.held.clear();
-            holder.expiries.clear();
+    /// (replica, block) pairs that the bound has room for, if every block is on one replica only.
+    pub fn blocks_max(&self) -> usize {
+        self.caches.blocks_max()
+    }
+
+    /// Blocks that went because the bound was reached.
+    pub fn evicted_for_room(&self) -> u64 {
+        self.caches.evicted_for_room()
+    }
+
+    fn stream(&mut self, replica: ReplicaId) -> &mut Stream {
+        self.caches.ensure(replica.index());
+        if self.streams.len() <= replica.index() {
+            self.streams.resize_with(replica.index() + 1, Stream::default);
         }
+        &mut self.streams[replica.index()]
     }
 
-    fn holder(&mut self, replica: ReplicaId) -> &mut Holder {
-        if self.replicas.len() <= replica.index() {
-            self.replicas.resize_with(replica.index() + 1, Holder::default);
-        }
-        &mut self.replicas[replica.index()]
+    fn begin_use(&mut self, replica: ReplicaId, blocks: usize, now: Time) {
+        self.stream(replica);
+        self.caches.make_room(blocks, now, |_, victim| -victim.idle.as_secs_f64());
     }
 
     fn drop_entries(&mut self, replica: ReplicaId) {
-        let held = std::mem::take(&mut self.holder(replica).held);
-        let mut keys: Vec<BlockKey> = held.into_keys().collect();
-        keys.sort_unstable();
-        for key in keys {
-            release(&mut self.blocks, key, replica.index());
-        }
-        let holder = self.holder(replica);
-        let (incarnation, publishes) = (holder.incarnation, holder.publishes);
-        *holder = Holder { incarnation, publishes, ..Holder::default() };
+        let stream = self.stream(replica);
+        *stream = Stream { incarnation: stream.incarnation, publishes: stream.publishes, ..Stream::default() };
+        self.caches.clear(replica.index());
     }
 
-    fn apply_pending(&mut self, replica: ReplicaId, on_change: &mut impl FnMut(Change)) {
+    fn apply_pending(&mut self, replica: ReplicaId, now: Time) {
         loop {
-            let holder = self.holder(replica);
-            let next = holder.next_sequence;
-            holder.pending.retain(|sequence, _| *sequence >= next);
-            let Some(batch) = holder.pending.remove(&next) else { break };
-            self.take_in(replica, &batch, on_change);
+            let stream = self.stream(replica);
+            let next = stream.next_sequence;
+            stream.pending.retain(|sequence, _| *sequence >= next);
+            let Some(batch) = stream.pending.remove(&next) else { break };
+            self.take_in(replica, &batch, now);
         }
-        let holder = self.holder(replica);
-        holder.doubtful = holder.lost || !holder.pending.is_empty();
+        let stream = self.stream(replica);
+        stream.doubtful = stream.lost || !stream.pending.is_empty();
     }
 
-    fn take_in(&mut self, replica: ReplicaId, batch: &KvEventBatch, on_change: &mut impl FnMut(Change)) {
-        let holder = self.holder(replica);
-        holder.next_sequence = batch.sequence + 1;
-        holder.last_timestamp_s = batch.timestamp_s;
+    fn take_in(&mut self, replica: ReplicaId, batch: &KvEventBatch, now: Time) {
+        let stream = self.stream(replica);
+        stream.next_sequence = batch.sequence + 1;
+        stream.last_timestamp_s = batch.timestamp_s;
         for event in &batch.events {
             match event {
                 KvEvent::Stored { hashes, parent, tokens, block_size, adapter, salt } => {
-                    let model = self.model.clone();
-                    let domain = KeyDomain { model: &model, adapter: adapter.as_deref(), salt: salt.as_deref() };
-                    self.store(replica, &domain, hashes, *parent, tokens, *block_size, on_change);
+                    self.begin_use(replica, hashes.len(), now);
+                    let domain = KeyDomain { model: &self.model, adapter: adapter.as_deref(), salt: salt.as_deref() };
+                    let root = domain.root();
+                    self.store(replica, root, hashes, *parent, tokens, *block_size, now);
                 }
-                KvEvent::Removed { hashes } => hashes.iter().for_each(|hash| self.remove(replica, *hash, on_change)),
+                KvEvent::Removed { hashes } => hashes.iter().for_each(|hash| self.caches.remove(replica.index(), *hash)),
                 KvEvent::Cleared => {
-                    let (sequence, timestamp_s) = (batch.sequence, batch.timestamp_s);
-                    let pending = std::mem::take(&mut self.holder(replica).pending);
+                    let pending = std::mem::take(&mut self.stream(replica).pending);
                     self.drop_entries(replica);
-                    let holder = self.holder(replica);
-                    (holder.next_sequence, holder.last_timestamp_s) = (sequence + 1, timestamp_s);
-                    holder.doubtful = !pending.is_empty();
-                    holder.pending = pending;
-                    on_change(Change::Dropped);
+                    let stream = self.stream(replica);
+                    (stream.next_sequence, stream.last_timestamp_s) = (batch.sequence + 1, batch.timestamp_s);
+                    stream.doubtful = !pending.is_empty();
+                    stream.pending = pending;
                 }
             }
         }
@@ -385,136 +352,28 @@ impl FleetIndex {
     fn store(
         &mut self,
         replica: ReplicaId,
-        domain: &KeyDomain<'_>,
+        root: BlockKey,
         hashes: &[EngineHash],
         parent: Option<EngineHash>,
         tokens: &[u32],
         block_size: BlockSize,
-        on_change: &mut impl FnMut(Change),
+        now: Time,
     ) {
-        let holder = &mut self.replicas[replica.index()];
-        let (mut before, mut chained) = match parent.map(|hash| holder.stored.get(&hash)) {
-            None => (domain.root(), false),
-            Some(Some(stored)) => (stored.key, true),
-            Some(None) => {
-                holder.orphans += hashes.len() as u64;
-                return;
-            }
-        };
-        for (hash, tokens) in hashes.iter().zip(tokens.chunks_exact(block_size.get() as usize)) {
-            let key = before.child(tokens);
-            if chained && let Some(block) = self.blocks.get_mut(&before) {
-                block.follow(key);
-            }
-            (before, chained) = (key, true);
-            let stored = holder.stored.entry(*hash).or_insert(Stored { key, copies: 0 });
-            stored.copies += 1;
-            if stored.copies > 1 {
-                continue;
-            }
-            let key = stored.key;
-            let held = holder.held.entry(key).or_default();
-            held.confirmed += 1;
-            if held.confirmed == 1 {
-                self.blocks.entry(key).or_default().holders.insert(replica.index());
-                on_change(Change::Confirmed(key));
-            }
-        }
-    }
-
-    fn remove(&mut self, replica: ReplicaId, hash: EngineHash, on_change: &mut impl FnMut(Change)) {
-        let holder = &mut self.replicas[replica.index()];
-        // A hash that was stored in a missing batch, or is an orphan, says nothing of what is known.
-        let Entry::Occupied(mut stored) = holder.stored.entry(hash) else { return };
-        stored.get_mut().copies -= 1;
-        if stored.get().copies > 0 {
+        let slot = replica.index();
+        let mut place = parent.and_then(|hash| self.caches.place_of(slot, hash));
+        if parent.is_some() && place.is_none() {
+            self.streams[slot].orphans += hashes.len() as u64;
             return;
         }
-        let key = stored.remove().key;
-        let Entry::Occupied(mut held) = holder.held.entry(key) else { return };
-        held.get_mut().confirmed -= 1;
-        if held.get().confirmed == 0 {
-            held.remove();
-            release(&mut self.blocks, key, replica.index());
-            on_change(Change::Removed(key));
-        }
-    }
-}
-
-impl Block {
-    fn follow(&mut self, key: BlockKey) {
-        match self.follower {
-            None => self.follower = Some(key),
-            Some(follower) => self.branches |= follower != key,
-        }
-    }
-}
-
-fn release(blocks: &mut HashMap<BlockKey, Block, BuildHasherDefault<KeyHasher>>, key: BlockKey, slot: usize) {
-    if let Entry::Occupied(mut block) = blocks.entry(key) {
-        block.get_mut().holders.remove(slot);
-        if block.get().holders.is_empty() {
-            block.remove();
-        }
-    }
-}
-
-/// A set of replica slots: one word for fleets up to 64, more words after.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-struct ReplicaSet {
-    first: u64,
-    rest: Vec<u64>,
-}
-
-impl ReplicaSet {
-    fn insert(&mut self, slot: usize) {
-        let word = slot / 64;
-        if word > self.rest.len() {
-            self.rest.resize(word, 0);
-        }
-        *self.word_mut(word) |= 1 << (slot % 64);
-    }
-
-    fn remove(&mut self, slot: usize) {
-        if slot / 64 <= self.rest.len() {
-            *self.word_mut(slot / 64) &= !(1 << (slot % 64));
-        }
-    }
-
-    fn contains(&self, slot: usize) -> bool {
-        self.word(slot / 64) >> (slot % 64) & 1 == 1
-    }
-
-    fn is_empty(&self) -> bool {
-        self.first == 0 && self.rest.iter().all(|word| *word == 0)
-    }
-
-    fn any_but(&self, slot: usize) -> bool {
-        (0..=self.rest.len()).any(|word| {
-            let mask = if word == slot / 64 { !(1 << (slot % 64)) } else { u64::MAX };
-            self.word(word) & mask != 0
-        })
-    }
-
-    /// Keeps what `other` has too and tells which slots go.
-    fn keep_common(&mut self, other: &Self, mut on_gone: impl FnMut(usize)) {
-        for word in 0..=self.rest.len() {
-            let both = self.word(word) & other.word(word);
-            let mut gone = self.word(word) ^ both;
-            while gone != 0 {
-                on_gone(word * 64 + gone.trailing_zeros() as usize);
-                gone &= gone - 1;
+        let mut before = place.map_or(root, |place| self.caches.key_at(place));
+        for (done, (hash, tokens)) in hashes.iter().zip(tokens.chunks_exact(block_size.get() as usize)).enumerate() {
+            before = before.child(tokens);
+            place = self.caches.confirm(slot, before, *hash, place, now);
+            if place.is_none() {
+                self.streams[slot].orphans += (hashes.len() - done) as u64;
+                return;
             }
-            *self.word_mut(word) = both;
         }
-    }
-
-    fn word(&self, word: usize) -> u64 {
-        if word == 0 { self.first } else { self.rest.get(word - 1).copied().unwrap_or(0) }
-    }
-
-    fn word_mut(&mut self, word: usize) -> &mut u64 {
-        if word == 0 { &mut self.first } else { &mut self.rest[word - 1] }
     }
 }
 

@@ -1,5 +1,6 @@
 use std::time::Duration;
 
+use baton_units::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::PolicyName;
@@ -19,6 +20,8 @@ pub struct RouterConfig {
     pub bind_within: Option<Duration>,
     /// How long a prefix sent to a replica is believed to be there without a word of its engine.
     pub belief_lifetime: Duration,
+    /// Memory of the index of what is cached where, at most. Lower: blocks that save least are forgotten, and their hits go unseen.
+    pub index_bytes: Bytes,
     /// Whether `price` may ask for a shared prefix to be computed on another replica as well.
     pub copies: bool,
     /// Decisions kept for inspection, newest first to last.
@@ -37,6 +40,8 @@ impl Default for RouterConfig {
             bind_within: Some(Duration::from_secs(1)),
             // Dynamo's default for engines without events.
             belief_lifetime: Duration::from_mins(2),
+            // Some 8 million blocks: 128 million tokens of KV.
+            index_bytes: Bytes(1 << 30),
             copies: true,
             decisions_kept: 4096,
             weights: PriceWeights::default(),

@@ -3,7 +3,7 @@ use std::time::Duration;
 use baton_cost::StepLoad;
 use baton_units::{Blocks, DurationMs, RequestId, Time, Tokens};
 
-use crate::{Discipline, LoadReport, ReplicaSpec, ReplicaState, delay::Backlog, ledger::Ledger, mirror::Mirror};
+use crate::{Discipline, LoadReport, ReplicaSpec, ReplicaState, delay::Backlog, ledger::Ledger};
 
 /// Weight of the latest response in the mean.
 const RESPONSE_GAIN: f64 = 0.1;
@@ -16,7 +16,6 @@ pub(crate) struct Replica {
     pub(crate) spec: ReplicaSpec,
     pub(crate) state: ReplicaState,
     pub(crate) ledger: Ledger,
-    pub(crate) mirror: Mirror,
     pub(crate) report: Option<LoadReport>,
     pub(crate) in_flight: u32,
     /// Requests past their first token, and tokens of context that they read a step.
@@ -33,7 +32,6 @@ impl Replica {
             spec,
             state: ReplicaState::Ready,
             ledger: Ledger::default(),
-            mirror: Mirror::default(),
             report: None,
             in_flight: 0,
             decoding: 0,
@@ -103,10 +101,9 @@ impl Replica {
         self.spec.step.step_s(&StepLoad::decode(f64::from(rows), (self.context + context) as f64)) * 1e3
     }
 
-    /// Blocks that a new request could take, by the ledger and the latest report.
-    pub(crate) fn blocks_free(&self, now: Time) -> Blocks {
-        let pinned = self.mirror.pinned() as u32 + self.private_blocks;
-        let booked = self.spec.kv_blocks.saturating_sub(Blocks(pinned));
+    /// Blocks that a new request could take, by the ledger and the latest report; requests in flight keep `pinned` blocks of prompts.
+    pub(crate) fn blocks_free(&self, pinned: usize, now: Time) -> Blocks {
+        let booked = self.spec.kv_blocks.saturating_sub(Blocks(pinned as u32 + self.private_blocks));
         match self.report {
             Some(report) if now.since(report.taken_at) <= REPORT_TRUSTED => booked.min(report.kv_blocks_free),
             _ => booked,

@@ -14,7 +14,6 @@ mod demand;
 mod fleet;
 mod held;
 mod ledger;
-mod mirror;
 mod policy;
 mod quoting;
 mod replica;

@@ -63,7 +63,7 @@ impl Router {
             in_flight: replica.in_flight,
             queued: replica.ledger.prefilling() as u32,
             hit,
-            blocks_free: replica.blocks_free(now),
+            blocks_free: replica.blocks_free(self.index.blocks_pinned(id), now),
             blocks_total: replica.spec.kv_blocks,
             blocks_needed: arrival.prompt.to_blocks(replica.spec.block_size),
             response_ms: replica.response_ms,
@@ -116,15 +116,15 @@ impl Router {
 
     /// Expected work to compute again what `new` more blocks push out, where no other replica has it.
     pub(crate) fn eviction_ms(&self, replica: &Replica, new: usize, now: Time) -> f64 {
-        let free = (replica.spec.kv_blocks.0 as usize).saturating_sub(replica.mirror.len());
+        let free = (replica.spec.kv_blocks.0 as usize).saturating_sub(self.index.blocks_resident(replica.spec.id));
         let victims = new.saturating_sub(free);
         let looked_at = victims.min(VICTIMS_MAX);
-        let lost: f64 = replica
-            .mirror
-            .victims()
+        let lost: f64 = self
+            .index
+            .victims(replica.spec.id, now)
             .take(looked_at)
-            .filter(|node| !self.index.held_elsewhere(node.key, replica.spec.id))
-            .map(|node| self.reuse.probability(node.reused, now.since(node.last_used)) * replica.block_ms(node.depth))
+            .filter(|victim| victim.unique)
+            .map(|victim| self.reuse.probability(victim.reused, victim.idle) * replica.block_ms(victim.depth))
             .sum();
         if looked_at == 0 { 0.0 } else { lost * victims as f64 / looked_at as f64 }
     }
@@ -154,12 +154,12 @@ impl Router {
     fn memory_wait_ms(&self, replica: &Replica, arrival: &Arrival, now: Time) -> f64 {
         let output = arrival.max_output.map_or(self.mean_output, |most| most.as_f64().min(self.mean_output.max(1.0)));
         let needed = Tokens(arrival.prompt.0 + output.ceil() as u32).to_blocks(replica.spec.block_size);
-        let free = replica.blocks_free(now);
+        let free = replica.blocks_free(self.index.blocks_pinned(replica.spec.id), now);
         let slots = replica.spec.max_running > replica.in_flight;
         if slots && needed <= free {
             return 0.0;
         }
-        let shared = arrival.keys.iter().filter(|key| replica.mirror.is_pinned(**key)).count() as u32;
+        let shared = self.index.pinned_prefix(replica.spec.id, &arrival.keys) as u32;
         let mut missing = needed.saturating_sub(free).saturating_sub(Blocks(shared));
         if slots && missing == Blocks::ZERO {
             return 0.0;

@@ -1,5 +1,6 @@
 use std::time::Duration;
 
+use baton_kv::Use;
 use baton_units::DurationMs;
 
 /// Idle ages from 1 ms to about three days, in octaves.
@@ -29,12 +30,12 @@ struct Ages {
 }
 
 impl Reuse {
-    /// An idle time ended: by reuse, or by eviction, which says only that it would have been longer.
-    pub(crate) fn see(&mut self, reused_before: bool, age: Duration, reused: bool) {
-        let ages = &mut self.kinds[usize::from(reused_before)];
-        let bins = if reused { &mut ages.reused } else { &mut ages.evicted };
-        bins[octave(age)] += 1.0;
-        ages.count += 1.0;
+    /// Idle times ended: by reuse, or by eviction, which says only that they would have been longer.
+    pub(crate) fn see(&mut self, seen: Use) {
+        let ages = &mut self.kinds[usize::from(seen.reused_before)];
+        let bins = if seen.reused { &mut ages.reused } else { &mut ages.evicted };
+        bins[octave(seen.idle)] += f64::from(seen.blocks);
+        ages.count += f64::from(seen.blocks);
         if ages.count > HALVE_AT {
             ages.reused.iter_mut().chain(&mut ages.evicted).for_each(|bin| *bin /= 2.0);
             ages.count /= 2.0;
@@ -94,11 +95,12 @@ mod tests {
     #[test]
     fn survival_counts_evictions_as_ages_that_were_cut_short() {
         let mut reuse = Reuse::default();
+        let mut see = |reused_before, idle, reused| reuse.see(Use { reused_before, idle, reused, blocks: 1 });
         // Three idle times of 1 s: two ended in reuse, one by eviction; one of 100 s ended by eviction.
-        reuse.see(true, SECOND, true);
-        reuse.see(true, SECOND, true);
-        reuse.see(true, SECOND, false);
-        reuse.see(true, 100 * SECOND, false);
+        see(true, SECOND, true);
+        see(true, SECOND, true);
+        see(true, SECOND, false);
+        see(true, 100 * SECOND, false);
         reuse.refresh();
         assert!((reuse.probability(true, SECOND) - 0.5).abs() < 1e-12, "two of four at risk");
         assert!(reuse.probability(true, 10 * SECOND).abs() < 1e-12, "none came back so late");
@@ -109,11 +111,8 @@ mod tests {
     fn sessions_live_as_long_as_nearly_all_reuses_take() {
         let mut reuse = Reuse::default();
         assert_eq!(reuse.live_age(), YOUNG_LIVE_AGE);
-        for _ in 0..1000 {
-            reuse.see(true, SECOND, true);
-        }
-        for _ in 0..10 {
-            reuse.see(true, 1000 * SECOND, true);
+        for (idle, blocks) in [(SECOND, 1000), (1000 * SECOND, 10)] {
+            reuse.see(Use { reused_before: true, idle, reused: true, blocks });
         }
         assert!(reuse.live_age() >= SECOND && reuse.live_age() < 5 * SECOND, "{:?}", reuse.live_age());
     }

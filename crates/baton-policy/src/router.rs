@@ -1,7 +1,7 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use baton_cost::StepCoefficients;
-use baton_kv::{Applied, BlockKey, Change, FleetIndex, KvEventBatch};
+use baton_kv::{Applied, BlockKey, FleetIndex, KvEvent, KvEventBatch};
 use baton_units::{Blocks, DurationMs, Incarnation, ReplicaId, RequestId, Time, Tokens};
 
 use crate::{
@@ -27,8 +27,8 @@ const STARTS_CONTINUE: f64 = 0.5;
 /// Weight of the latest output length in the mean, and the mean before any output was seen.
 const OUTPUT_GAIN: f64 = 0.02;
 const OUTPUT_PRIOR: f64 = 64.0;
-/// A mirror of an engine that tells its evictions may run ahead of them by this much before it evicts by itself.
-const MIRROR_SLACK: f64 = 1.25;
+/// What is believed of an engine that tells its evictions may run ahead of them by this much before the rest counts as evicted.
+const TOLD_SLACK: f64 = 1.25;
 
 /// Chooses a replica for each request and keeps the books that the choice rests on.
 ///
@@ -81,7 +81,7 @@ impl Router {
         Self {
             policy: config.policy.build(),
             rng: fastrand::Rng::with_seed(seed),
-            index: FleetIndex::new(&config.model, config.belief_lifetime),
+            index: FleetIndex::new(&config.model, config.belief_lifetime, config.index_bytes),
             replicas: BTreeMap::new(),
             flights: BTreeMap::new(),
             demand: Demand::default(),
@@ -116,7 +116,6 @@ impl Router {
     pub fn set_state(&mut self, id: ReplicaId, state: ReplicaState, _now: Time) {
         let Some(replica) = self.replicas.get_mut(&id) else { return };
         if state == ReplicaState::Dead && replica.state != ReplicaState::Dead {
-            replica.mirror.clear();
             self.index.restart(id, replica.spec.incarnation);
         }
         replica.state = state;
@@ -142,24 +141,22 @@ impl Router {
 
     /// Takes in events of the replica's cache; see [`FleetIndex::apply`] for what to do about a gap.
     pub fn kv_events(&mut self, id: ReplicaId, incarnation: Incarnation, batch: &KvEventBatch, now: Time) -> Applied {
-        let Some(replica) = self.replicas.get_mut(&id) else { return Applied::Ignored };
-        let mirror = &mut replica.mirror;
-        self.index.apply_with(id, incarnation, batch, now, &mut |change| match change {
-            Change::Confirmed(key) => mirror.confirm(key, now),
-            Change::Removed(key) => mirror.remove(key),
-            Change::Dropped => mirror.clear(),
-        })
+        if !self.replicas.contains_key(&id) {
+            return Applied::Ignored;
+        }
+        let stored = |event: &KvEvent| match event {
+            KvEvent::Stored { hashes, .. } => hashes.len(),
+            KvEvent::Removed { .. } | KvEvent::Cleared => 0,
+        };
+        self.make_room(batch.events.iter().map(stored).sum(), now);
+        self.index.apply(id, incarnation, batch, now)
     }
 
     /// Goes on without batches that cannot be replayed; the replica's hits count half until its cache is cleared.
     pub fn skip_kv_gap(&mut self, id: ReplicaId, now: Time) {
-        let Some(replica) = self.replicas.get_mut(&id) else { return };
-        let mirror = &mut replica.mirror;
-        self.index.skip_gap(id, &mut |change| match change {
-            Change::Confirmed(key) => mirror.confirm(key, now),
-            Change::Removed(key) => mirror.remove(key),
-            Change::Dropped => mirror.clear(),
-        });
+        if self.replicas.contains_key(&id) {
+            self.index.skip_gap(id, now);
+        }
     }
 
     pub fn update_step(&mut self, id: ReplicaId, step: StepCoefficients) {
@@ -291,14 +288,15 @@ impl Router {
             end_flight(replica, request, &flight);
             // A dead replica's KV is gone, whatever its streams had reached.
             let dead = replica.state == ReplicaState::Dead;
-            replica.mirror.unpin(&flight.keys, if dead { &[] } else { &all }, now);
             if done && !flight.copy {
                 replica.responded(took);
             }
-            if !dead && (done || flight.started) {
-                self.index.expect(flight.replica, &all, now);
-            } else if !dead {
-                self.forget_uncomputed(&flight);
+            let computed = !dead && (done || flight.started);
+            self.make_room(all.len(), now);
+            self.index.unpin(flight.replica, &flight.keys, if dead { &[] } else { &all }, computed, now);
+            if !dead && !computed {
+                // Blocks that only it would have filled are not there.
+                self.index.forget_unused(flight.replica, &flight.keys[flight.depth as usize..]);
             }
             self.trim(flight.replica, now);
         }
@@ -327,7 +325,6 @@ impl Router {
     pub fn reset(&mut self) {
         self.index.forget_all();
         for replica in self.replicas.values_mut() {
-            replica.mirror.clear();
             replica.response_ms = 0.0;
         }
         (self.demand, self.reuse, self.chains, self.rents) = Default::default();
@@ -347,7 +344,7 @@ impl Router {
                 in_flight: replica.in_flight,
                 prefilling: replica.ledger.prefilling() as u32,
                 kv_blocks_total: replica.spec.kv_blocks,
-                kv_blocks_free: replica.blocks_free(now),
+                kv_blocks_free: replica.blocks_free(self.index.blocks_pinned(replica.spec.id), now),
                 kv_blocks_indexed: self.index.blocks_held(replica.spec.id) as u32,
                 index_doubtful: self.index.doubtful(replica.spec.id),
                 report: replica.report,
@@ -465,7 +462,7 @@ impl Router {
             return None;
         }
         let held = self.depth(own.replica) as usize;
-        let blocks = (0..held).rev().find(|&place| self.index.branches(arrival.keys[place]))? + 1;
+        let blocks = self.index.deepest_branch(own.replica, &arrival.keys, held)?;
         let target = (0..quoted.candidates.len())
             .filter(|&place| (self.depth(quoted.candidates[place].replica) as usize) < blocks)
             .min_by(|&a, &b| {
@@ -591,30 +588,28 @@ impl Router {
         replica.private_blocks += flight.private_blocks;
         replica.ledger.add(request, prefill_ms, flight.prompt, now);
         self.demand.dispatch(prefill_ms, now + Duration::from_ms(replica.ledger.backlog_ms()), fleet, now);
-        replica.mirror.pin(&flight.keys, &mut self.reuse, now);
-        self.index.expect(flight.replica, &flight.keys, now);
+        self.make_room(flight.keys.len(), now);
+        self.index.pin(flight.replica, &flight.keys, now, |seen| self.reuse.see(seen));
         self.trim(flight.replica, now);
         self.flights.insert(request, flight);
     }
 
-    /// Lets the mirror evict what no longer fits, unless the engine itself tells its evictions.
+    /// Lets go in the index of what the replica's engine must have evicted, unless the engine itself tells its evictions.
     fn trim(&mut self, id: ReplicaId, now: Time) {
-        let Some(replica) = self.replicas.get_mut(&id) else { return };
+        let Some(replica) = self.replicas.get(&id) else { return };
         let blocks = replica.spec.kv_blocks.0 as usize;
-        let limit = if self.index.publishes(id) { (blocks as f64 * MIRROR_SLACK) as usize } else { blocks };
-        let index = &mut self.index;
-        replica.mirror.evict_to(limit, &mut self.reuse, now, |key| index.forget(id, key));
+        let limit = if self.index.publishes(id) { (blocks as f64 * TOLD_SLACK) as usize } else { blocks };
+        self.index.evict_to(id, limit, now, |seen| self.reuse.see(seen));
     }
 
-    /// A request ended before its first token: blocks that only it would have filled are not there.
-    fn forget_uncomputed(&mut self, flight: &Flight) {
-        let replica = self.replicas.get_mut(&flight.replica).expect("its replica is in the fleet");
-        for key in &flight.keys[flight.depth as usize..] {
-            if !replica.mirror.is_pinned(*key) && !self.index.confirmed(flight.replica, *key) {
-                replica.mirror.remove(*key);
-                self.index.forget(flight.replica, *key);
-            }
-        }
+    /// Makes room in the index's memory for `blocks` more. A block is worth what knowing it is expected to save: the chance that it is
+    /// asked for again, times the work to compute it.
+    fn make_room(&mut self, blocks: usize, now: Time) {
+        self.reuse.refresh();
+        self.index.make_room(blocks, now, |id, victim| {
+            let saved_ms = self.replicas.get(&id).map_or(0.0, |replica| replica.block_ms(victim.depth));
+            self.reuse.probability(victim.reused, victim.idle) * saved_ms
+        });
     }
 }
 

@@ -11,7 +11,7 @@ use std::{
 };
 
 use baton_kv::{BlockKey, EngineHash, FleetIndex, KeyDomain, KvEvent, KvEventBatch, chain_keys};
-use baton_units::{BlockSize, Incarnation, ReplicaId, Time};
+use baton_units::{BlockSize, Bytes, Incarnation, ReplicaId, Time};
 
 use maps::Maps;
 
@@ -51,8 +51,8 @@ impl Subject for FleetIndex {
     }
 
     fn book(&mut self, replica: ReplicaId, keys: &[BlockKey], now: Time) {
-        self.expect(replica, keys, now);
-        self.expect(replica, keys, now);
+        self.pin(replica, keys, now, |_| {});
+        self.unpin(replica, keys, keys, true, now);
     }
 }
 
@@ -65,7 +65,7 @@ fn main() {
     let (replicas, blocks) = (number("replicas", 64), number("blocks", 10_000_000));
     let part = given.get("part").map_or("apply", String::as_str);
     match given.get("structure").map_or("index", String::as_str) {
-        "index" => run(FleetIndex::new("m", Duration::from_mins(2)), part, replicas, blocks),
+        "index" => run(FleetIndex::new("m", Duration::from_mins(2), Bytes(4 << 30)), part, replicas, blocks),
         "maps" => run(Maps::default(), part, replicas, blocks),
         other => panic!("no structure is called {other}"),
     }
@@ -164,9 +164,8 @@ impl<S: Subject> Bench<S> {
     }
 
     fn book_prompts(&mut self, probes: &[(ReplicaId, BlockKey)]) {
-        let prompts: Vec<Vec<BlockKey>> = (0..PROMPTS)
-            .map(|prompt| chain_keys(DOMAIN.root(), &tokens(1 << 33 | prompt, PROMPT), BlockSize::DEFAULT))
-            .collect();
+        let prompts: Vec<Vec<BlockKey>> =
+            (0..PROMPTS).map(|prompt| chain_keys(DOMAIN.root(), &tokens(1 << 33 | prompt, PROMPT), BlockSize::DEFAULT)).collect();
         for name in ["new", "held"] {
             let mut took: Vec<Duration> = (0..if name == "new" { prompts.len() } else { 200 })
                 .map(|turn| {

@@ -204,22 +204,19 @@ impl Block {
 
 impl Replica {
     fn touch(&mut self, key: BlockKey, now: Time) -> u32 {
-        let place = match self.places.get(&key) {
-            Some(&place) => {
-                self.unlink(place);
-                place
+        let place = if let Some(&place) = self.places.get(&key) {
+            self.unlink(place);
+            place
+        } else {
+            let node = Node { last_used: now, pins: 0, older: NONE, younger: NONE };
+            let place = self.unused.pop().unwrap_or(self.order.len() as u32);
+            if place as usize == self.order.len() {
+                self.order.push(node);
+            } else {
+                self.order[place as usize] = node;
             }
-            None => {
-                let node = Node { last_used: now, pins: 0, older: NONE, younger: NONE };
-                let place = self.unused.pop().unwrap_or(self.order.len() as u32);
-                if place as usize == self.order.len() {
-                    self.order.push(node);
-                } else {
-                    self.order[place as usize] = node;
-                }
-                self.places.insert(key, place);
-                place
-            }
+            self.places.insert(key, place);
+            place
         };
         self.order[place as usize].last_used = now;
         self.link(place);

@@ -7,7 +7,10 @@ use crate::chain_keys;
 
 const SIZE: BlockSize = BlockSize::new(2).unwrap();
 const LIFETIME: Duration = Duration::from_millis(10);
-const REPLICAS: u32 = 3;
+const BYTES: Bytes = Bytes(1 << 20);
+const REPLICAS: usize = 3;
+/// The last one makes sets of two words.
+const IDS: [ReplicaId; REPLICAS] = [ReplicaId(0), ReplicaId(1), ReplicaId(70)];
 
 /// Chains that share beginnings: every digit is one block of two equal tokens.
 fn chain(digits: &[u32]) -> Vec<u32> {
@@ -28,49 +31,67 @@ fn hash(key: BlockKey) -> EngineHash {
 
 #[derive(Debug, Clone)]
 enum Op {
-    Expect(u32, Vec<u32>),
-    Store(u32, Vec<u32>),
-    RemoveTail(u32, Vec<u32>),
-    Forget(u32, Vec<u32>),
-    Clear(u32),
-    Restart(u32),
+    Expect(usize, Vec<u32>),
+    Store(usize, Vec<u32>),
+    RemoveTail(usize, Vec<u32>),
+    Forget(usize, Vec<u32>),
+    /// A request is sent; the oldest of those in flight ends, well or before its first token.
+    Send(usize, Vec<u32>),
+    End(bool),
+    Clear(usize),
+    Restart(usize),
     Wait(u64),
 }
 
 fn op() -> impl Strategy<Value = Op> {
-    let digits = || prop::collection::vec(0u32..3, 1..5);
+    let digits = || prop::collection::vec(0u32..2, 1..10);
     let replica = || 0..REPLICAS;
     prop_oneof![
         4 => (replica(), digits()).prop_map(|(replica, digits)| Op::Expect(replica, digits)),
         6 => (replica(), digits()).prop_map(|(replica, digits)| Op::Store(replica, digits)),
         5 => (replica(), digits()).prop_map(|(replica, digits)| Op::RemoveTail(replica, digits)),
         2 => (replica(), digits()).prop_map(|(replica, digits)| Op::Forget(replica, digits)),
+        4 => (replica(), digits()).prop_map(|(replica, digits)| Op::Send(replica, digits)),
+        3 => any::<bool>().prop_map(Op::End),
         1 => replica().prop_map(Op::Clear),
         1 => replica().prop_map(Op::Restart),
         3 => (1u64..8).prop_map(Op::Wait),
     ]
 }
 
-/// The slow and obvious index: copies of each block by replica, and the times until which others are expected.
+/// The slow and obvious index: copies of each block by replica, the times until which others are expected, and what is in flight.
 #[derive(Default)]
 struct Naive {
-    copies: BTreeMap<(u32, BlockKey), u32>,
-    expected: BTreeMap<(u32, BlockKey), Time>,
+    copies: BTreeMap<(usize, BlockKey), u32>,
+    expected: BTreeMap<(usize, BlockKey), Time>,
+    flights: Vec<(usize, Vec<BlockKey>)>,
 }
 
 impl Naive {
-    fn holds(&self, replica: u32, key: BlockKey, now: Time) -> bool {
+    fn holds(&self, replica: usize, key: BlockKey, now: Time) -> bool {
         self.copies.get(&(replica, key)).is_some_and(|copies| *copies > 0)
-            || self.expected.get(&(replica, key)).is_some_and(|until| *until > now)
+            || self.expected.get(&(replica, key)).is_some_and(|until| *until > now || self.kept(replica, key))
     }
 
-    fn depth(&self, replica: u32, keys: &[BlockKey], now: Time) -> u32 {
+    /// Whether a request in flight has it in its prompt.
+    fn kept(&self, replica: usize, key: BlockKey) -> bool {
+        self.flights.iter().any(|(on, keys)| *on == replica && keys.contains(&key))
+    }
+
+    /// Ends what is over, so that a later request does not keep it.
+    fn expire(&mut self, now: Time) {
+        let kept: Vec<(usize, BlockKey)> = self.expected.keys().copied().filter(|(replica, key)| self.kept(*replica, *key)).collect();
+        self.expected.retain(|entry, until| *until > now || kept.contains(entry));
+    }
+
+    fn depth(&self, replica: usize, keys: &[BlockKey], now: Time) -> u32 {
         keys.iter().take_while(|key| self.holds(replica, **key, now)).count() as u32
     }
 
-    fn drop_all(&mut self, replica: u32) {
+    fn drop_all(&mut self, replica: usize) {
         self.copies.retain(|(of, _), _| *of != replica);
         self.expected.retain(|(of, _), _| *of != replica);
+        self.flights.retain(|(of, _)| *of != replica);
     }
 }
 
@@ -84,9 +105,9 @@ struct Pair {
 
 impl Pair {
     fn new() -> Self {
-        let places = REPLICAS as usize;
+        let places = REPLICAS;
         Self {
-            index: FleetIndex::new("m", LIFETIME),
+            index: FleetIndex::new("m", LIFETIME, BYTES),
             naive: Naive::default(),
             sequences: vec![0; places],
             lives: vec![1; places],
@@ -94,18 +115,18 @@ impl Pair {
         }
     }
 
-    fn publish(&mut self, replica: u32, event: KvEvent) -> Applied {
-        let place = replica as usize;
-        let batch = KvEventBatch { sequence: self.sequences[place], timestamp_s: 0.0, events: vec![event], dp_rank: None };
-        self.sequences[place] += 1;
-        self.index.apply(ReplicaId(replica), Incarnation(self.lives[place]), &batch, self.now)
+    fn publish(&mut self, replica: usize, event: KvEvent) -> Applied {
+        let batch = KvEventBatch { sequence: self.sequences[replica], timestamp_s: 0.0, events: vec![event], dp_rank: None };
+        self.sequences[replica] += 1;
+        self.index.apply(IDS[replica], Incarnation(self.lives[replica]), &batch, self.now)
     }
 
     fn play(&mut self, op: Op) {
+        self.naive.expire(self.now);
         match op {
             Op::Expect(replica, digits) => {
                 let keys = keys(&digits);
-                self.index.expect(ReplicaId(replica), &keys, self.now);
+                self.index.expect(IDS[replica], &keys, self.now);
                 for key in keys {
                     self.naive.expected.insert((replica, key), self.now + LIFETIME);
                 }
@@ -124,28 +145,56 @@ impl Pair {
             }
             Op::Forget(replica, digits) => {
                 let key = *keys(&digits).last().unwrap();
-                self.index.forget(ReplicaId(replica), key);
+                self.index.forget(IDS[replica], key);
                 self.naive.expected.remove(&(replica, key));
+            }
+            Op::Send(replica, digits) => {
+                let keys = keys(&digits);
+                self.index.pin(IDS[replica], &keys, self.now, |_| {});
+                for key in &keys {
+                    self.naive.expected.insert((replica, *key), self.now + LIFETIME);
+                }
+                self.naive.flights.push((replica, keys));
+            }
+            Op::End(well) => {
+                if self.naive.flights.is_empty() {
+                    return;
+                }
+                let (replica, keys) = self.naive.flights.remove(0);
+                self.index.unpin(IDS[replica], &keys, &keys, well, self.now);
+                if well {
+                    for key in keys {
+                        self.naive.expected.insert((replica, key), self.now + LIFETIME);
+                    }
+                } else {
+                    self.index.forget_unused(IDS[replica], &keys);
+                    for key in keys {
+                        if !self.naive.kept(replica, key) {
+                            self.naive.expected.remove(&(replica, key));
+                        }
+                    }
+                }
             }
             Op::Clear(replica) => {
                 self.publish(replica, KvEvent::Cleared);
                 self.naive.drop_all(replica);
             }
             Op::Restart(replica) => {
-                self.lives[replica as usize] += 1;
-                self.sequences[replica as usize] = 0;
-                self.index.restart(ReplicaId(replica), Incarnation(self.lives[replica as usize]));
+                self.lives[replica] += 1;
+                self.sequences[replica] = 0;
+                self.index.restart(IDS[replica], Incarnation(self.lives[replica]));
                 self.naive.drop_all(replica);
             }
             Op::Wait(ms) => {
                 self.now += Duration::from_millis(ms);
                 self.index.expire(self.now);
+                self.naive.expire(self.now);
             }
         }
     }
 
     /// Stores what of the chain hangs on a stored parent, as an engine does: from the first block it lacks, the last one again if it lacks none.
-    fn store(&mut self, replica: u32, digits: &[u32]) {
+    fn store(&mut self, replica: usize, digits: &[u32]) {
         let (keys, tokens) = (keys(digits), chain(digits));
         let stored = |key: &BlockKey| self.naive.copies.get(&(replica, *key)).is_some_and(|copies| *copies > 0);
         let from = keys.iter().take_while(|key| stored(key)).count().min(keys.len() - 1);
@@ -166,13 +215,13 @@ impl Pair {
     fn check(&self, digits: &[u32]) {
         let keys = keys(digits);
         let depths = self.index.matches(&keys);
-        for replica in 0..REPLICAS {
-            let depth = depths.get(replica as usize).copied().unwrap_or(0);
+        for (replica, id) in IDS.into_iter().enumerate() {
+            let depth = depths.get(id.index()).copied().unwrap_or(0);
             assert_eq!(depth, self.naive.depth(replica, &keys, self.now), "replica {replica} of {digits:?}");
             for key in &keys {
-                assert_eq!(self.index.holds(ReplicaId(replica), *key), self.naive.holds(replica, *key, self.now));
+                assert_eq!(self.index.holds(id, *key), self.naive.holds(replica, *key, self.now));
                 let elsewhere = (0..REPLICAS).any(|other| other != replica && self.naive.holds(other, *key, self.now));
-                assert_eq!(self.index.held_elsewhere(*key, ReplicaId(replica)), elsewhere);
+                assert_eq!(self.index.held_elsewhere(*key, id), elsewhere);
             }
         }
         assert!(self.index.still_matches(&keys, &depths));
@@ -191,7 +240,7 @@ proptest! {
             pair.check(&probe);
         }
         let held: BTreeSet<BlockKey> = pair.naive.copies.iter().filter(|(_, copies)| **copies > 0).map(|((_, key), _)| *key)
-            .chain(pair.naive.expected.iter().filter(|(_, until)| **until > pair.now).map(|((_, key), _)| *key))
+            .chain(pair.naive.expected.iter().filter(|((replica, key), until)| **until > pair.now || pair.naive.kept(*replica, *key)).map(|((_, key), _)| *key))
             .collect();
         prop_assert_eq!(pair.index.len(), held.len(), "blocks that nobody holds are dropped");
     }
@@ -215,7 +264,7 @@ proptest! {
             dp_rank: None,
         }).collect();
         let (replica, life) = (ReplicaId(0), Incarnation(1));
-        let (mut lossless, mut lossy) = (FleetIndex::new("m", LIFETIME), FleetIndex::new("m", LIFETIME));
+        let (mut lossless, mut lossy) = (FleetIndex::new("m", LIFETIME, BYTES), FleetIndex::new("m", LIFETIME, BYTES));
         for (batch, lost) in batches.iter().zip(&lost) {
             lossless.apply(replica, life, batch, Time::ZERO);
             if *lost {
@@ -233,36 +282,147 @@ proptest! {
             }
         }
     }
+}
 
+proptest! {
+    /// Against a list of keys from the least recently used on: what requests keep is skipped, and a chain goes from its end.
     #[test]
-    fn a_set_of_slots_is_a_set(slots in prop::collection::btree_set(0usize..200, 0..20), other in prop::collection::btree_set(0usize..200, 0..20)) {
-        let build = |slots: &BTreeSet<usize>| {
-            let mut set = ReplicaSet::default();
-            for slot in slots {
-                set.insert(*slot);
+    fn a_cache_evicts_what_a_plain_list_would(
+        uses in prop::collection::vec((0u32..6, 1usize..5, any::<bool>()), 1..60),
+        limit in 1usize..12,
+    ) {
+        let (replica, mut index) = (ReplicaId(0), FleetIndex::new("m", Duration::from_hours(1), BYTES));
+        let mut list: Vec<BlockKey> = Vec::new();
+        let mut kept: Vec<Vec<BlockKey>> = Vec::new();
+        let used = |kept: &[Vec<BlockKey>], key: &BlockKey| kept.iter().flatten().any(|other| other == key);
+        for (moment, (from, count, keep)) in uses.into_iter().enumerate() {
+            let chain = keys(&(0..count as u32).map(|place| from << 8 | place).collect::<Vec<_>>());
+            let now = Time(moment as u64 * 1_000_000);
+            let touch = |list: &mut Vec<BlockKey>, chain: &[BlockKey]| {
+                list.retain(|other| !chain.contains(other));
+                list.extend(chain.iter().rev());
+            };
+            index.pin(replica, &chain, now, |_| {});
+            touch(&mut list, &chain);
+            kept.push(chain);
+            // One request ends after others began, and is as young as they are then.
+            let ends = if keep { (kept.len() > 3).then_some(0) } else { Some(kept.len() - 1) };
+            if let Some(place) = ends {
+                let chain = kept.remove(place);
+                index.unpin(replica, &chain, &chain, true, now + Duration::from_nanos(1));
+                touch(&mut list, &chain);
             }
-            set
-        };
-        let (mut set, others) = (build(&slots), build(&other));
-        for slot in 0..210 {
-            prop_assert_eq!(set.contains(slot), slots.contains(&slot));
-            prop_assert_eq!(set.any_but(slot), slots.iter().any(|held| *held != slot));
+            let mut told = 0;
+            index.evict_to(replica, limit, now + Duration::from_nanos(2), |seen| told += seen.blocks);
+            let over = list.len().saturating_sub(limit);
+            let gone: Vec<BlockKey> = list.iter().filter(|key| !used(&kept, key)).take(over).copied().collect();
+            list.retain(|key| !gone.contains(key));
+            prop_assert_eq!(told as usize, gone.len());
+            prop_assert!(gone.iter().all(|key| !index.holds(replica, *key)), "the wrong ones are left");
+            prop_assert_eq!(index.blocks_resident(replica), list.len());
+            prop_assert_eq!(index.blocks_held(replica), list.len());
+            prop_assert_eq!(index.blocks_pinned(replica), list.iter().filter(|key| used(&kept, key)).count());
+            prop_assert_eq!(index.victims(replica, now).count(), list.len() - index.blocks_pinned(replica));
         }
-        let mut gone = BTreeSet::new();
-        set.keep_common(&others, |slot| { gone.insert(slot); });
-        prop_assert_eq!(gone, &slots - &other);
-        prop_assert_eq!(set.is_empty(), slots.is_disjoint(&other));
-        let mut emptied = build(&slots);
-        for slot in &slots {
-            emptied.remove(*slot);
+    }
+
+    /// A bisection finds what a walk would, whatever holes there are.
+    #[test]
+    fn a_match_of_a_long_chain_is_what_a_walk_finds(
+        lengths in prop::collection::vec(0usize..200, 1..140),
+        holes in prop::collection::vec((0usize..140, 0usize..200), 0..6),
+        asked in 1usize..200,
+    ) {
+        let mut index = FleetIndex::new("m", LIFETIME, Bytes(64 << 20));
+        let keys = keys(&(0..200).collect::<Vec<_>>());
+        for (replica, length) in lengths.iter().enumerate() {
+            index.expect(ReplicaId(replica as u32), &keys[..*length], Time::ZERO);
         }
-        prop_assert!(emptied.is_empty());
+        for (replica, hole) in holes {
+            index.forget(ReplicaId(replica as u32), keys[hole]);
+        }
+        let walk: Vec<u32> = (0..lengths.len())
+            .map(|replica| keys[..asked].iter().take_while(|key| index.holds(ReplicaId(replica as u32), **key)).count() as u32)
+            .collect();
+        let found = index.matches(&keys[..asked]);
+        prop_assert_eq!(&found, &walk);
+        prop_assert!(index.still_matches(&keys[..asked], &found));
+        let other: Vec<u32> = found.iter().map(|depth| depth.saturating_sub(1)).collect();
+        prop_assert!(other == found || !index.still_matches(&keys[..asked], &other));
+    }
+
+    /// However much is put in, memory stays within the bound, nothing that a request keeps goes, and all counts agree.
+    #[test]
+    fn memory_is_bounded_and_the_least_worth_goes_first(
+        uses in prop::collection::vec((0usize..3, 0u32..400, any::<bool>()), 1..200),
+    ) {
+        let mut index = FleetIndex::new("m", Duration::from_hours(1), Bytes(0));
+        let bound = index.blocks_max();
+        let mut kept: Vec<(ReplicaId, Vec<BlockKey>)> = Vec::new();
+        for (moment, (replica, text, keep)) in uses.into_iter().enumerate() {
+            let (replica, now) = (ReplicaId(replica as u32), Time(moment as u64));
+            let chain = keys(&(0..60).map(|place| text << 8 | place).collect::<Vec<_>>());
+            index.make_room(chain.len(), now, |_, victim| f64::from(victim.depth));
+            index.pin(replica, &chain, now, |_| {});
+            kept.push((replica, chain));
+            if !keep || kept.len() > 3 {
+                let (replica, chain) = kept.remove(0);
+                index.unpin(replica, &chain, &chain, true, now);
+            }
+            let held: usize = (0..3).map(|replica| index.blocks_held(ReplicaId(replica))).sum();
+            prop_assert!(held <= bound);
+            for (replica, chain) in &kept {
+                let walk = chain.iter().take_while(|key| index.holds(*replica, **key)).count();
+                prop_assert_eq!(walk, chain.len());
+                prop_assert_eq!(index.matches(chain)[replica.index()] as usize, walk);
+            }
+        }
     }
 }
 
 #[test]
+fn where_chains_part_is_found_from_the_end() {
+    let mut index = FleetIndex::new("m", LIFETIME, BYTES);
+    let (long, other) = (keys(&[1, 2, 3, 4, 5, 6]), keys(&[1, 2, 3, 9]));
+    index.expect(ReplicaId(0), &long, Time::ZERO);
+    assert_eq!(index.deepest_branch(ReplicaId(0), &long, 6), None);
+    index.expect(ReplicaId(1), &other, Time::ZERO);
+    assert_eq!(index.deepest_branch(ReplicaId(0), &long, 6), Some(3), "seen on another replica");
+    assert_eq!(index.deepest_branch(ReplicaId(1), &long, 3), Some(3));
+    assert_eq!(index.deepest_branch(ReplicaId(0), &long, 2), None);
+    index.expect(ReplicaId(2), &long[..4], Time::ZERO);
+    assert_eq!(index.deepest_branch(ReplicaId(2), &long, 4), Some(3), "seen before it came here");
+}
+
+#[test]
+fn what_is_worth_least_goes_over_all_replicas() {
+    let mut index = FleetIndex::new("m", Duration::from_hours(1), Bytes(0));
+    let text = |text: u32, blocks: u32| keys(&(0..blocks).map(|place| text << 16 | place).collect::<Vec<_>>());
+    let half = index.blocks_max() as u32 / 2;
+    let (cheap, dear) = (text(1, half), text(2, half));
+    // The dear one is older, so plain age would choose it.
+    index.expect(ReplicaId(0), &dear, Time(1));
+    index.expect(ReplicaId(1), &cheap, Time(2));
+    index.make_room(100, Time(3), |replica, _| if replica == ReplicaId(0) { 2.0 } else { 1.0 });
+    assert_eq!(index.matches(&dear)[0], half);
+    assert_eq!(index.matches(&cheap)[1], half - 100 + (index.blocks_max() as u32 - 2 * half));
+    assert_eq!(index.evicted_for_room(), 100 - (index.blocks_max() as u64 - 2 * u64::from(half)));
+}
+
+#[test]
+fn memory_of_many_blocks_is_within_the_configured_bytes() {
+    let mut index = FleetIndex::new("m", Duration::from_hours(1), Bytes(2 << 20));
+    for text in 0..300u32 {
+        let chain = keys(&(0..100).map(|place| text << 16 | place).collect::<Vec<_>>());
+        index.expect(ReplicaId(text % 5), &chain, Time(u64::from(text)));
+        assert!(index.bytes() <= Bytes(2 << 20), "{}", index.bytes());
+    }
+    assert!(index.evicted_for_room() > 0 && index.len() > index.blocks_max() / 2);
+}
+
+#[test]
 fn a_prefix_branches_where_two_different_blocks_follow_it() {
-    let mut index = FleetIndex::new("m", LIFETIME);
+    let mut index = FleetIndex::new("m", LIFETIME, BYTES);
     index.expect(ReplicaId(0), &keys(&[1, 2, 0]), Time::ZERO);
     assert!(!index.branches(keys(&[1, 2])[1]));
     index.expect(ReplicaId(1), &keys(&[1, 2, 0, 1]), Time::ZERO);

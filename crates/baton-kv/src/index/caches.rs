@@ -1,0 +1,1035 @@
+use std::{collections::BTreeMap, time::Duration};
+
+use baton_units::Time;
+use hashbrown::HashTable;
+
+use super::holders::HolderTable;
+use crate::{BlockKey, EngineHash};
+
+const NONE: u32 = u32::MAX;
+/// Stamps begin here, so that a restored block can have been used before the run began.
+const STAMP_ORIGIN: u64 = 1 << 60;
+/// An engine that extends a chain uses all of it; a chain used this long ago is noted as used again.
+const EXTENSION_TOUCHES_AFTER: u64 = 1_000_000_000;
+/// Blocks that the smallest bound leaves room for.
+const BLOCKS_MIN: usize = 1024;
+/// Of the bound, the share of blocks that go together when room is made.
+const EVICTED_AT_ONCE: usize = 256;
+/// Blocks that go from one list before its worth is compared again.
+const EVICTED_IN_A_ROW: usize = 64;
+
+const REUSED: u8 = 1;
+/// Believed without a word of the engine.
+const EXPECTED: u8 = 1 << 1;
+/// Takes memory of the replica; a node without it only keeps the place of a parent or of a pin.
+const RESIDENT: u8 = 1 << 2;
+/// Two different blocks were seen after it, in the fleet.
+const BRANCHES: u8 = 1 << 3;
+
+/// Lists of a replica's nodes: by use those never reused and those reused, which may go, and in no order those which may not.
+const LISTS: usize = 3;
+const KEPT: usize = 2;
+
+/// What the replicas' caches hold, as far as is known: one forest of chains for each replica, all in one slab.
+///
+/// A chain's use is noted on all its blocks, so a parent was never used before its children, and the least recently used block of a
+/// replica is a leaf. Blocks of the same use go from the chain's end.
+#[derive(Debug)]
+pub(super) struct Caches {
+    pub(super) holders: HolderTable,
+    nodes: Vec<Node>,
+    /// First unused node; the others follow by `older`.
+    unused: u32,
+    live: usize,
+    by_key: HashTable<u32>,
+    /// Nodes whose engine hash is not their key.
+    by_hash: HashTable<u32>,
+    /// Second and further hashes of a content.
+    aliases: BTreeMap<(u16, EngineHash), Alias>,
+    replicas: Vec<Cache>,
+    lifetime: u64,
+    /// No expectation ends before.
+    next_expiry: u64,
+    stamp: u64,
+    bytes_max: usize,
+    blocks_max: usize,
+    evicted_for_room: u64,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Cache {
+    lists: [List; LISTS],
+    resident: usize,
+    pinned: usize,
+    held: usize,
+    /// Held blocks whose parent is not held.
+    holes: usize,
+    /// The engine names some blocks by their keys.
+    hashes_are_keys: bool,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct List {
+    oldest: u32,
+    youngest: u32,
+    /// The oldest whose expectation may yet end.
+    unexpired: u32,
+}
+
+impl Default for List {
+    fn default() -> Self {
+        Self { oldest: NONE, youngest: NONE, unexpired: NONE }
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Alias {
+    place: u32,
+    copies: u32,
+}
+
+/// A block of one replica: one cache line.
+#[derive(Debug, Clone, Copy)]
+struct Node {
+    key: BlockKey,
+    /// As the engine names it, once confirmed.
+    hash: EngineHash,
+    /// Moment of the last use, in ns.
+    used: u64,
+    parent: u32,
+    older: u32,
+    younger: u32,
+    children: u32,
+    held_children: u32,
+    /// Requests in flight whose prompt ends here, and children that have such.
+    users: u32,
+    depth: u32,
+    /// How often the engine stored `hash`.
+    copies: u32,
+    slot: u16,
+    /// Distinct engine hashes of this content that are stored.
+    hashes: u16,
+    flags: u8,
+}
+
+const _: () = assert!(size_of::<Node>() == 64);
+
+impl Node {
+    fn has(&self, flag: u8) -> bool {
+        self.flags & flag != 0
+    }
+
+    fn held(&self) -> bool {
+        self.hashes > 0 || self.has(EXPECTED)
+    }
+
+    fn list(&self) -> usize {
+        if self.users > 0 || !self.has(RESIDENT) { KEPT } else { usize::from(self.has(REUSED)) }
+    }
+}
+
+/// How long a block lay idle, and how its idle time ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Use {
+    /// It had been used more than once before.
+    pub reused_before: bool,
+    pub idle: Duration,
+    /// Ended by use; otherwise by eviction.
+    pub reused: bool,
+    /// Blocks of which this is true.
+    pub blocks: u32,
+}
+
+/// A block that its replica would let go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Victim {
+    /// Blocks before it in its chain.
+    pub depth: u32,
+    /// It was used more than once.
+    pub reused: bool,
+    pub idle: Duration,
+    /// No other replica holds it.
+    pub unique: bool,
+}
+
+impl Caches {
+    pub(super) fn new(lifetime: Duration, bytes_max: usize) -> Self {
+        let mut caches = Self {
+            holders: HolderTable::new(),
+            nodes: Vec::new(),
+            unused: NONE,
+            live: 0,
+            by_key: HashTable::new(),
+            by_hash: HashTable::new(),
+            aliases: BTreeMap::new(),
+            replicas: Vec::new(),
+            lifetime: u64::try_from(lifetime.as_nanos()).unwrap_or(u64::MAX),
+            next_expiry: u64::MAX,
+            stamp: STAMP_ORIGIN,
+            bytes_max,
+            blocks_max: 0,
+            evicted_for_room: 0,
+        };
+        caches.blocks_max = caches.blocks_for_bytes();
+        caches
+    }
+
+    /// Makes the replica known.
+    pub(super) fn ensure(&mut self, slot: usize) {
+        if self.replicas.len() <= slot {
+            self.replicas.resize_with(slot + 1, Cache::default);
+            if self.holders.set_replicas(slot + 1) {
+                self.blocks_max = self.blocks_for_bytes();
+            }
+        }
+    }
+
+    pub(super) fn get(&self, slot: usize) -> Option<&Cache> {
+        self.replicas.get(slot)
+    }
+
+    pub(super) fn replicas(&self) -> usize {
+        self.replicas.len()
+    }
+
+    /// Bytes taken by all that grows with the number of blocks.
+    pub(super) fn bytes(&self) -> usize {
+        self.nodes.capacity() * size_of::<Node>() + self.by_key.allocation_size() + self.by_hash.allocation_size() + self.holders.bytes()
+    }
+
+    /// Blocks that can be added before others must go.
+    pub(super) fn room(&self) -> usize {
+        self.blocks_max.saturating_sub(self.live)
+    }
+
+    pub(super) fn blocks_max(&self) -> usize {
+        self.blocks_max
+    }
+
+    /// Blocks that went because of the bound.
+    pub(super) fn evicted_for_room(&self) -> u64 {
+        self.evicted_for_room
+    }
+
+    /// Most (replica, block) pairs within the bound, if each block were on one replica only.
+    fn blocks_for_bytes(&self) -> usize {
+        let map = |blocks: usize| (blocks * 8 / 7 + 1).next_power_of_two() * (size_of::<u32>() + 1);
+        // While one map or the table grows, its former self is still there: the table's is counted, the maps' are halves.
+        let cost = |blocks: usize| {
+            blocks * size_of::<Node>() + 2 * map(blocks) + map(blocks) / 2 + HolderTable::bytes_for(blocks, self.holders.shared().words())
+        };
+        let (mut low, mut high) = (BLOCKS_MIN, (self.bytes_max / size_of::<Node>()).max(BLOCKS_MIN).min(NONE as usize));
+        while low < high {
+            let middle = (low + high).div_ceil(2);
+            if cost(middle) <= self.bytes_max {
+                low = middle;
+            } else {
+                high = middle - 1;
+            }
+        }
+        low
+    }
+
+    // Uses
+
+    /// Notes that the whole chain was used at `now`. `believe`: it is expected to be there from now on, and what is new is added.
+    pub(super) fn touch(&mut self, slot: usize, keys: &[BlockKey], believe: bool, now: Time) {
+        let touch = Touch { used: self.tick(now), now: stamp_of(now), believe, counts: false };
+        let (present, place) = self.deepest(slot, keys);
+        let place = if believe { self.extend(slot, keys, present, place, touch.used) } else { place };
+        self.touch_from(place, present as u32, touch, &mut |_| {});
+    }
+
+    /// A request with this prompt is sent: its blocks are expected, and kept until [`Self::unpin`]. Tells how long each idle time was.
+    pub(super) fn pin(&mut self, slot: usize, keys: &[BlockKey], now: Time, see: &mut impl FnMut(Use)) {
+        let touch = Touch { used: self.tick(now), now: stamp_of(now), believe: true, counts: true };
+        let (present, place) = self.deepest(slot, keys);
+        let place = self.extend(slot, keys, present, place, touch.used);
+        // A chain that the bound cut short is not kept, since its end would not be found again.
+        if place != NONE && self.nodes[place as usize].depth as usize + 1 == keys.len() {
+            self.keep(place);
+        }
+        self.touch_from(place, present as u32, touch, see);
+    }
+
+    /// The request ended: what only it kept may go, as young as can be. `all` is its chain with the output's blocks, which are there
+    /// from now on if `believe`.
+    pub(super) fn unpin(&mut self, slot: usize, prompt: &[BlockKey], all: &[BlockKey], believe: bool, now: Time) {
+        self.touch(slot, all, believe, now);
+        let used = self.stamp;
+        let mut at = prompt.last().and_then(|key| self.find(slot, *key)).unwrap_or(NONE);
+        while at != NONE {
+            let node = &mut self.nodes[at as usize];
+            // A restart in between let go of everything.
+            if node.users == 0 {
+                break;
+            }
+            let parent = node.parent;
+            if node.users > 1 {
+                node.users -= 1;
+                break;
+            }
+            self.unlink(at);
+            let node = &mut self.nodes[at as usize];
+            node.users = 0;
+            node.used = used;
+            let resident = node.has(RESIDENT);
+            self.append(at);
+            if resident {
+                self.replicas[slot].pinned -= 1;
+            } else {
+                self.free_if_empty(at);
+            }
+            at = parent;
+        }
+    }
+
+    pub(super) fn is_pinned(&self, slot: usize, key: BlockKey) -> bool {
+        self.find(slot, key).is_some_and(|place| self.nodes[place as usize].users > 0)
+    }
+
+    /// Leading blocks of the chain that requests in flight keep.
+    pub(super) fn pinned_prefix(&self, slot: usize, keys: &[BlockKey]) -> usize {
+        keys.partition_point(|key| self.is_pinned(slot, *key))
+    }
+
+    pub(super) fn confirmed(&self, slot: usize, key: BlockKey) -> bool {
+        self.find(slot, key).is_some_and(|place| self.nodes[place as usize].hashes > 0)
+    }
+
+    /// Length of the longest prefix of `keys[..held]` that ends where chains part, of blocks that the replica holds.
+    pub(super) fn deepest_branch(&self, slot: usize, keys: &[BlockKey], held: usize) -> Option<usize> {
+        let (_, mut at) = self.deepest(slot, &keys[..held]);
+        while at != NONE {
+            let node = &self.nodes[at as usize];
+            if node.has(BRANCHES) && node.held() {
+                return Some(node.depth as usize + 1);
+            }
+            at = node.parent;
+        }
+        None
+    }
+
+    /// Ends the expectations whose lifetime is over.
+    pub(super) fn expire(&mut self, now: Time) {
+        let now = stamp_of(now);
+        if now < self.next_expiry {
+            return;
+        }
+        let mut next = u64::MAX;
+        for slot in 0..self.replicas.len() {
+            for list in 0..KEPT {
+                loop {
+                    let at = self.replicas[slot].lists[list].unexpired;
+                    if at == NONE {
+                        break;
+                    }
+                    let node = self.nodes[at as usize];
+                    let ends = node.used.saturating_add(self.lifetime);
+                    if ends > now {
+                        next = next.min(ends);
+                        break;
+                    }
+                    self.replicas[slot].lists[list].unexpired = node.younger;
+                    if node.has(EXPECTED) {
+                        self.nodes[at as usize].flags &= !EXPECTED;
+                        self.let_go(at);
+                    }
+                }
+            }
+        }
+        self.next_expiry = next;
+    }
+
+    // The engine's word
+
+    /// The place of a stored block by its engine's name.
+    pub(super) fn place_of(&self, slot: usize, hash: EngineHash) -> Option<u32> {
+        let named = |place: &u32| {
+            let node = &self.nodes[*place as usize];
+            node.hash == hash && node.copies > 0
+        };
+        if self.replicas[slot].hashes_are_keys
+            && let Some(place) = self.find(slot, BlockKey(hash.0)).filter(named)
+        {
+            return Some(place);
+        }
+        let own = self.by_hash.find(mix(slot, hash.0), |place| self.nodes[*place as usize].slot as usize == slot && named(place));
+        own.copied().or_else(|| self.aliases.get(&(slot as u16, hash)).map(|alias| alias.place))
+    }
+
+    pub(super) fn key_at(&self, place: u32) -> BlockKey {
+        self.nodes[place as usize].key
+    }
+
+    /// The engine stored `key`, which it calls `hash`, after the block at `parent`. `None` when the bound leaves no room.
+    pub(super) fn confirm(&mut self, slot: usize, key: BlockKey, hash: EngineHash, parent: Option<u32>, now: Time) -> Option<u32> {
+        if let Some(place) = self.place_of(slot, hash) {
+            self.count_copy(slot, place, hash);
+            return Some(place);
+        }
+        let place = match self.find(slot, key) {
+            Some(place) => place,
+            None => self.add_confirmed(slot, key, parent.unwrap_or(NONE), now)?,
+        };
+        self.name(slot, place, hash);
+        let node = self.nodes[place as usize];
+        if !node.has(RESIDENT) {
+            self.unlink(place);
+            self.take_in(place);
+            self.append(place);
+            self.touch_path(place, now);
+        }
+        let named = &mut self.nodes[place as usize];
+        named.hashes += 1;
+        named.flags &= !EXPECTED;
+        if !node.held() {
+            self.take_hold(place);
+            if node.parent != NONE {
+                self.follow(self.nodes[node.parent as usize].key, key);
+            }
+        }
+        Some(place)
+    }
+
+    /// The engine removed one copy of a block.
+    pub(super) fn remove(&mut self, slot: usize, hash: EngineHash) {
+        // A hash that was stored in a missing batch, or is an orphan, says nothing of what is known.
+        let Some(place) = self.place_of(slot, hash) else { return };
+        if self.uncount_copy(slot, place, hash) {
+            return;
+        }
+        let node = &mut self.nodes[place as usize];
+        node.hashes -= 1;
+        if node.hashes == 0 {
+            self.let_go(place);
+            self.take_out(place);
+        }
+    }
+
+    /// Takes out a block that the engine did not confirm. Tells whether it is gone.
+    pub(super) fn forget(&mut self, slot: usize, key: BlockKey) -> bool {
+        match self.find(slot, key) {
+            Some(place) if self.nodes[place as usize].hashes == 0 => {
+                self.drop_belief(place);
+                self.take_out(place);
+                true
+            }
+            Some(_) | None => false,
+        }
+    }
+
+    /// Drops all of a replica's blocks.
+    pub(super) fn clear(&mut self, slot: usize) {
+        for list in 0..LISTS {
+            let mut at = self.replicas[slot].lists[list].oldest;
+            while at != NONE {
+                let node = self.nodes[at as usize];
+                if node.held() {
+                    self.holders.remove(node.key, slot);
+                }
+                self.unname(at);
+                self.free(at);
+                at = node.younger;
+            }
+        }
+        self.aliases.retain(|(of, _), _| *of as usize != slot);
+        self.replicas[slot] = Cache::default();
+        self.holders.set_holes(slot, false);
+    }
+
+    // Eviction
+
+    /// Takes out the least recently used blocks of a replica until at most `limit` take memory there.
+    pub(super) fn evict_to(&mut self, slot: usize, limit: usize, now: Time, see: &mut impl FnMut(Use)) {
+        while self.replicas[slot].resident > limit
+            && let Some(place) = self.oldest(slot)
+        {
+            see(self.cut_short(place, now));
+            self.evict(place);
+        }
+    }
+
+    /// Blocks that no request keeps, the next to go first.
+    pub(super) fn victims(&self, slot: usize, now: Time) -> impl Iterator<Item = Victim> {
+        let mut heads = self.replicas.get(slot).map_or([NONE; 2], |cache| [cache.lists[0].oldest, cache.lists[1].oldest]);
+        std::iter::from_fn(move || {
+            let place = self.first_of(heads)?;
+            let node = &self.nodes[place as usize];
+            heads[node.list()] = node.younger;
+            Some(self.victim(place, now))
+        })
+    }
+
+    /// Makes room for `blocks` more: evicts, over the whole fleet, where `worth` of a block (what it saves, in ms) is least. Blocks
+    /// take equal memory, so this is the least loss per byte. Within one replica and kind the least recently used goes first.
+    pub(super) fn make_room(&mut self, blocks: usize, now: Time, worth: impl Fn(usize, Victim) -> f64) {
+        if self.room() >= blocks {
+            return;
+        }
+        let wanted = blocks.max(self.blocks_max / EVICTED_AT_ONCE).min(self.blocks_max);
+        let value = |caches: &Self, slot: usize, list: usize| {
+            let place = caches.replicas[slot].lists[list].oldest;
+            (place != NONE).then(|| if caches.nodes[place as usize].held() { worth(slot, caches.victim(place, now)) } else { 0.0 })
+        };
+        let mut heads = std::collections::BinaryHeap::new();
+        for slot in 0..self.replicas.len() {
+            for list in 0..KEPT {
+                if let Some(value) = value(self, slot, list) {
+                    heads.push(Head { value, slot, list });
+                }
+            }
+        }
+        while self.room() < wanted
+            && let Some(Head { slot, list, .. }) = heads.pop()
+        {
+            for _ in 0..EVICTED_IN_A_ROW {
+                let place = self.replicas[slot].lists[list].oldest;
+                if place == NONE || self.room() >= wanted {
+                    break;
+                }
+                // What hangs on it was used no later, so it is in the other list's front.
+                let leaf = if self.nodes[place as usize].children > 0 { self.oldest(slot) } else { Some(place) };
+                self.evict(leaf.unwrap_or(place));
+                self.evicted_for_room += 1;
+            }
+            if let Some(value) = value(self, slot, list) {
+                heads.push(Head { value, slot, list });
+            }
+        }
+    }
+
+    fn victim(&self, place: u32, now: Time) -> Victim {
+        let node = &self.nodes[place as usize];
+        Victim {
+            depth: node.depth,
+            reused: node.has(REUSED),
+            idle: idle(node.used, stamp_of(now)),
+            unique: !self.holders.held_elsewhere(node.key, node.slot as usize),
+        }
+    }
+
+    /// The least recently used block that may go.
+    fn oldest(&self, slot: usize) -> Option<u32> {
+        let lists = &self.replicas[slot].lists;
+        self.first_of([lists[0].oldest, lists[1].oldest])
+    }
+
+    /// Of the fronts of both lists the one to go first; of one use those never reused before are the chain's end.
+    fn first_of(&self, [fresh, reused]: [u32; 2]) -> Option<u32> {
+        match (fresh, reused) {
+            (NONE, NONE) => None,
+            (place, NONE) | (NONE, place) => Some(place),
+            _ => Some(if self.nodes[fresh as usize].used <= self.nodes[reused as usize].used { fresh } else { reused }),
+        }
+    }
+
+    fn cut_short(&self, place: u32, now: Time) -> Use {
+        let node = &self.nodes[place as usize];
+        Use { reused_before: node.has(REUSED), idle: idle(node.used, stamp_of(now)), reused: false, blocks: 1 }
+    }
+
+    fn evict(&mut self, place: u32) {
+        self.unname(place);
+        self.drop_belief(place);
+        self.take_out(place);
+    }
+
+    // Nodes
+
+    fn find(&self, slot: usize, key: BlockKey) -> Option<u32> {
+        let is = |place: &u32| {
+            let node = &self.nodes[*place as usize];
+            node.key == key && node.slot as usize == slot
+        };
+        self.by_key.find(mix(slot, key.0), is).copied()
+    }
+
+    /// The last block of the chain that has a node, and how many have one: a node's parent has one too.
+    fn deepest(&self, slot: usize, keys: &[BlockKey]) -> (usize, u32) {
+        let Some(last) = keys.last() else { return (0, NONE) };
+        if let Some(place) = self.find(slot, *last) {
+            return (keys.len(), place);
+        }
+        let mut found = NONE;
+        // The last one that a bisection finds is the deepest.
+        let present = keys.partition_point(|key| self.find(slot, *key).inspect(|place| found = *place).is_some());
+        (present, found)
+    }
+
+    /// Adds the blocks of the chain that have no node, not yet in a list. Returns the deepest.
+    fn extend(&mut self, slot: usize, keys: &[BlockKey], present: usize, mut place: u32, used: u64) -> u32 {
+        for (depth, key) in keys.iter().enumerate().skip(present) {
+            let Some(added) = self.add(slot, *key, place, depth as u32, used) else { break };
+            place = added;
+        }
+        place
+    }
+
+    /// A new node without belief and in no list.
+    fn add(&mut self, slot: usize, key: BlockKey, parent: u32, depth: u32, used: u64) -> Option<u32> {
+        if self.live >= self.blocks_max {
+            return None;
+        }
+        let node = Node {
+            key,
+            hash: EngineHash(0),
+            used,
+            parent,
+            older: NONE,
+            younger: NONE,
+            children: 0,
+            held_children: 0,
+            users: 0,
+            depth,
+            copies: 0,
+            slot: slot as u16,
+            hashes: 0,
+            flags: RESIDENT,
+        };
+        let place = if self.unused == NONE {
+            if self.nodes.len() == self.nodes.capacity() {
+                // Not by doubling: the bound is in bytes.
+                self.nodes.reserve_exact((self.nodes.len() / 8).max(64).min(self.blocks_max - self.nodes.len()));
+            }
+            self.nodes.push(node);
+            self.nodes.len() as u32 - 1
+        } else {
+            let place = self.unused;
+            self.unused = self.nodes[place as usize].older;
+            self.nodes[place as usize] = node;
+            place
+        };
+        self.live += 1;
+        let nodes = &self.nodes;
+        self.by_key.insert_unique(mix(slot, key.0), place, |place| {
+            let node = &nodes[*place as usize];
+            mix(node.slot as usize, node.key.0)
+        });
+        self.replicas[slot].resident += 1;
+        if parent != NONE {
+            let parent = &mut self.nodes[parent as usize];
+            parent.children += 1;
+        }
+        Some(place)
+    }
+
+    /// A new block that the engine told of: used when its parent was, if no request of ours keeps that.
+    fn add_confirmed(&mut self, slot: usize, key: BlockKey, parent: u32, now: Time) -> Option<u32> {
+        let before = if parent == NONE { None } else { Some(self.nodes[parent as usize]) };
+        let depth = before.map_or(0, |node| node.depth + 1);
+        match before {
+            Some(node) if node.users == 0 && node.has(RESIDENT) => {
+                if stamp_of(now).saturating_sub(node.used) > EXTENSION_TOUCHES_AFTER {
+                    self.touch_path(parent, now);
+                }
+                let used = self.nodes[parent as usize].used;
+                let place = self.add(slot, key, parent, depth, used)?;
+                self.nodes[place as usize].flags |= self.nodes[parent as usize].flags & REUSED;
+                self.link_before(place, parent);
+                Some(place)
+            }
+            Some(_) | None => {
+                let used = self.tick(now);
+                let place = self.add(slot, key, parent, depth, used)?;
+                self.append(place);
+                Some(place)
+            }
+        }
+    }
+
+    /// Notes a use on the node and all before it. The first `present` blocks of the chain had a node before the use.
+    fn touch_from(&mut self, place: u32, present: u32, touch: Touch, see: &mut impl FnMut(Use)) {
+        let mut at = place;
+        let mut told: Option<(u64, Use)> = None;
+        let mut after: Option<BlockKey> = None;
+        while at != NONE {
+            let node = self.nodes[at as usize];
+            let new = node.depth >= present;
+            let existed = !new && node.has(RESIDENT);
+            if touch.counts && existed && touch.now > node.used {
+                // Blocks of one use in a row are told together.
+                match &mut told {
+                    Some((used, run)) if *used == node.used && run.reused_before == node.has(REUSED) => run.blocks += 1,
+                    other => {
+                        let run = Use { reused_before: node.has(REUSED), idle: idle(node.used, touch.now), reused: true, blocks: 1 };
+                        if let Some((_, ended)) = other.replace((node.used, run)) {
+                            see(ended);
+                        }
+                    }
+                }
+            }
+            // What is kept stays in its list, which has no order.
+            let moves = node.users == 0;
+            if moves {
+                self.unlink(at);
+            }
+            self.nodes[at as usize].used = touch.used;
+            if touch.counts && existed {
+                self.nodes[at as usize].flags |= REUSED;
+            }
+            if touch.believe && !node.has(RESIDENT) {
+                self.take_in(at);
+            }
+            if moves {
+                self.append(at);
+            }
+            let became_held = touch.believe && !node.held();
+            if became_held {
+                self.nodes[at as usize].flags |= EXPECTED;
+                self.take_hold(at);
+            }
+            if let Some(after) = after
+                && (became_held || node.depth + 1 >= present)
+            {
+                self.follow(node.key, after);
+            }
+            after = Some(node.key);
+            at = node.parent;
+        }
+        if let Some((_, run)) = told {
+            see(run);
+        }
+    }
+
+    /// Notes a use of what is there, without any new belief.
+    fn touch_path(&mut self, place: u32, now: Time) {
+        let touch = Touch { used: self.tick(now), now: stamp_of(now), believe: false, counts: false };
+        self.touch_from(place, u32::MAX, touch, &mut |_| {});
+    }
+
+    /// A request keeps the node, and so all before it.
+    fn keep(&mut self, place: u32) {
+        let mut at = place;
+        while at != NONE {
+            if self.nodes[at as usize].users == 0 {
+                self.unlink(at);
+            }
+            let node = &mut self.nodes[at as usize];
+            node.users += 1;
+            if node.users > 1 {
+                return;
+            }
+            let (slot, parent, resident) = (node.slot as usize, node.parent, node.has(RESIDENT));
+            self.replicas[slot].pinned += usize::from(resident);
+            self.append(at);
+            at = parent;
+        }
+    }
+
+    /// Lets a node that only kept a place take memory again; the caller links it.
+    fn take_in(&mut self, place: u32) {
+        let node = &mut self.nodes[place as usize];
+        // A block whose chain went on was used before, whatever became of it in between.
+        node.flags |= RESIDENT | if node.children > 0 { REUSED } else { 0 };
+        let cache = &mut self.replicas[node.slot as usize];
+        cache.resident += 1;
+        cache.pinned += usize::from(node.users > 0);
+    }
+
+    /// Takes a block that nobody believes in out of the replica's memory; its node stays while others need it.
+    fn take_out(&mut self, place: u32) {
+        let node = self.nodes[place as usize];
+        if node.has(RESIDENT) {
+            self.unlink(place);
+            let cache = &mut self.replicas[node.slot as usize];
+            cache.resident -= 1;
+            cache.pinned -= usize::from(node.users > 0);
+            self.nodes[place as usize].flags &= !(RESIDENT | REUSED);
+            self.append(place);
+        }
+        self.free_if_empty(place);
+    }
+
+    /// Frees a node that keeps no place for anything, and so on with its parent.
+    fn free_if_empty(&mut self, place: u32) {
+        let mut at = place;
+        while at != NONE {
+            let node = self.nodes[at as usize];
+            if node.has(RESIDENT) || node.children > 0 || node.users > 0 {
+                return;
+            }
+            self.unlink(at);
+            self.free(at);
+            if node.parent != NONE {
+                self.nodes[node.parent as usize].children -= 1;
+            }
+            at = node.parent;
+        }
+    }
+
+    fn free(&mut self, place: u32) {
+        let node = &self.nodes[place as usize];
+        let entry = self.by_key.find_entry(mix(node.slot as usize, node.key.0), |other| *other == place);
+        entry.expect("a node has its key").remove();
+        self.nodes[place as usize].older = self.unused;
+        self.unused = place;
+        self.live -= 1;
+    }
+
+    // Belief
+
+    /// The block counts as held from now on.
+    fn take_hold(&mut self, place: u32) {
+        let node = self.nodes[place as usize];
+        let slot = node.slot as usize;
+        let cache = &mut self.replicas[slot];
+        cache.held += 1;
+        let holes = cache.holes;
+        if node.parent != NONE {
+            let parent = &mut self.nodes[node.parent as usize];
+            parent.held_children += 1;
+            cache.holes += usize::from(!parent.held());
+        }
+        // Readers hear of a hole before it is there, and of its end after.
+        if holes == 0 && cache.holes > 0 {
+            self.holders.set_holes(slot, true);
+        }
+        let branches = self.holders.insert(node.key, slot);
+        let cache = &mut self.replicas[slot];
+        let before = cache.holes;
+        cache.holes -= node.held_children as usize;
+        if before > 0 && cache.holes == 0 {
+            self.holders.set_holes(slot, false);
+        }
+        let node = &mut self.nodes[place as usize];
+        node.flags = if branches { node.flags | BRANCHES } else { node.flags & !BRANCHES };
+    }
+
+    /// The block no longer counts as held.
+    fn let_go(&mut self, place: u32) {
+        let node = self.nodes[place as usize];
+        let slot = node.slot as usize;
+        let cache = &mut self.replicas[slot];
+        cache.held -= 1;
+        let before = cache.holes;
+        cache.holes += node.held_children as usize;
+        if before == 0 && cache.holes > 0 {
+            self.holders.set_holes(slot, true);
+        }
+        self.holders.remove(node.key, slot);
+        let cache = &mut self.replicas[slot];
+        let before = cache.holes;
+        if node.parent != NONE {
+            let parent = &mut self.nodes[node.parent as usize];
+            parent.held_children -= 1;
+            cache.holes -= usize::from(!parent.held());
+        }
+        if before > 0 && cache.holes == 0 {
+            self.holders.set_holes(slot, false);
+        }
+    }
+
+    fn drop_belief(&mut self, place: u32) {
+        let node = &mut self.nodes[place as usize];
+        if node.held() {
+            node.hashes = 0;
+            node.flags &= !EXPECTED;
+            self.let_go(place);
+        }
+    }
+
+    fn follow(&mut self, key: BlockKey, next: BlockKey) {
+        if self.holders.follow(key, next) {
+            let holders: Vec<usize> = self.holders.holders(key).collect();
+            for slot in holders {
+                if let Some(place) = self.find(slot, key) {
+                    self.nodes[place as usize].flags |= BRANCHES;
+                }
+            }
+        }
+    }
+
+    // Engine hashes
+
+    fn name(&mut self, slot: usize, place: u32, hash: EngineHash) {
+        let node = &mut self.nodes[place as usize];
+        if node.copies > 0 {
+            self.aliases.insert((slot as u16, hash), Alias { place, copies: 1 });
+            return;
+        }
+        (node.hash, node.copies) = (hash, 1);
+        if hash.0 == node.key.0 {
+            self.replicas[slot].hashes_are_keys = true;
+            return;
+        }
+        let nodes = &self.nodes;
+        self.by_hash.insert_unique(mix(slot, hash.0), place, |place| {
+            let node = &nodes[*place as usize];
+            mix(node.slot as usize, node.hash.0)
+        });
+    }
+
+    /// Takes all names off a node.
+    fn unname(&mut self, place: u32) {
+        let node = &self.nodes[place as usize];
+        if node.hashes > u16::from(node.copies > 0) {
+            self.aliases.retain(|_, alias| alias.place != place);
+        }
+        self.unname_first(place);
+    }
+
+    fn unname_first(&mut self, place: u32) {
+        let node = &mut self.nodes[place as usize];
+        if node.copies == 0 {
+            return;
+        }
+        node.copies = 0;
+        if node.hash.0 != node.key.0 {
+            let entry = self.by_hash.find_entry(mix(node.slot as usize, node.hash.0), |other| *other == place);
+            entry.expect("a named node has its hash").remove();
+        }
+    }
+
+    fn count_copy(&mut self, slot: usize, place: u32, hash: EngineHash) {
+        match self.aliases.get_mut(&(slot as u16, hash)) {
+            Some(alias) => alias.copies += 1,
+            None => self.nodes[place as usize].copies += 1,
+        }
+    }
+
+    /// Takes one copy off a name, and the name with the last. Tells whether copies are left.
+    fn uncount_copy(&mut self, slot: usize, place: u32, hash: EngineHash) -> bool {
+        if let Some(alias) = self.aliases.get_mut(&(slot as u16, hash)) {
+            alias.copies -= 1;
+            if alias.copies > 0 {
+                return true;
+            }
+            self.aliases.remove(&(slot as u16, hash));
+            return false;
+        }
+        let node = &mut self.nodes[place as usize];
+        if node.copies > 1 {
+            node.copies -= 1;
+            return true;
+        }
+        self.unname_first(place);
+        false
+    }
+
+    // Lists
+
+    fn append(&mut self, place: u32) {
+        let node = self.nodes[place as usize];
+        let list = &mut self.replicas[node.slot as usize].lists[node.list()];
+        let older = std::mem::replace(&mut list.youngest, place);
+        if older == NONE {
+            list.oldest = place;
+        }
+        if node.list() != KEPT && list.unexpired == NONE {
+            list.unexpired = place;
+            self.next_expiry = self.next_expiry.min(node.used.saturating_add(self.lifetime));
+        }
+        if older != NONE {
+            self.nodes[older as usize].younger = place;
+        }
+        let node = &mut self.nodes[place as usize];
+        (node.older, node.younger) = (older, NONE);
+    }
+
+    /// Links a node just before another, in its list.
+    fn link_before(&mut self, place: u32, next: u32) {
+        let node = self.nodes[next as usize];
+        if node.older == NONE {
+            self.replicas[node.slot as usize].lists[node.list()].oldest = place;
+        } else {
+            self.nodes[node.older as usize].younger = place;
+        }
+        self.nodes[next as usize].older = place;
+        let new = &mut self.nodes[place as usize];
+        (new.older, new.younger) = (node.older, next);
+    }
+
+    /// Takes a node out of its list, if it is in one.
+    fn unlink(&mut self, place: u32) {
+        let node = self.nodes[place as usize];
+        let list = &mut self.replicas[node.slot as usize].lists[node.list()];
+        if list.unexpired == place {
+            list.unexpired = node.younger;
+        }
+        if node.older != NONE {
+            self.nodes[node.older as usize].younger = node.younger;
+        } else if list.oldest == place {
+            list.oldest = node.younger;
+        }
+        if node.younger != NONE {
+            self.nodes[node.younger as usize].older = node.older;
+        } else if list.youngest == place {
+            list.youngest = node.older;
+        }
+        let node = &mut self.nodes[place as usize];
+        (node.older, node.younger) = (NONE, NONE);
+    }
+
+    fn tick(&mut self, now: Time) -> u64 {
+        self.stamp = stamp_of(now).max(self.stamp);
+        self.stamp
+    }
+}
+
+impl Cache {
+    /// Blocks that take memory of the replica, as far as is known.
+    pub(super) fn resident(&self) -> usize {
+        self.resident
+    }
+
+    /// Of these, those that requests in flight keep.
+    pub(super) fn pinned(&self) -> usize {
+        self.pinned
+    }
+
+    /// Blocks that a request would find.
+    pub(super) fn held(&self) -> usize {
+        self.held
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Touch {
+    used: u64,
+    now: u64,
+    believe: bool,
+    counts: bool,
+}
+
+/// The front of a list, the least worth first.
+#[derive(Debug)]
+struct Head {
+    value: f64,
+    slot: usize,
+    list: usize,
+}
+
+impl Ord for Head {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        other.value.total_cmp(&self.value).then((other.slot, other.list).cmp(&(self.slot, self.list)))
+    }
+}
+
+impl PartialOrd for Head {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Head {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other).is_eq()
+    }
+}
+
+impl Eq for Head {}
+
+fn stamp_of(now: Time) -> u64 {
+    STAMP_ORIGIN.saturating_add(now.0)
+}
+
+fn idle(used: u64, now: u64) -> Duration {
+    Duration::from_nanos(now.saturating_sub(used))
+}
+
+/// Keys are hashes already; the product makes all bits of a pair depend on the slot too.
+fn mix(slot: usize, key: u64) -> u64 {
+    let product = (key ^ (slot as u64).wrapping_mul(0xa076_1d64_78bd_642f)).wrapping_mul(0xe703_7ed1_a0b4_28db);
+    product ^ product >> 32
+}
