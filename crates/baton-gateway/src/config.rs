@@ -17,8 +17,8 @@
 
 use std::{collections::BTreeSet, fmt, net::SocketAddr, time::Duration};
 
-use baton_policy::{PolicyName, PriceWeights, RouterConfig};
-use baton_units::ReplicaId;
+use baton_policy::{PolicyName, PriceWeights, PriorityClass, RouterConfig};
+use baton_units::{Priority, ReplicaId};
 use http::HeaderValue;
 use serde::{Deserialize, Deserializer};
 
@@ -144,14 +144,32 @@ pub struct PolicyConfig {
     /// Requests that may wait at the gateway for a place; one more is refused with 429. Default 1024. Higher: longer waits before a
     /// refusal.
     pub queue: usize,
-    /// Longest wait for a place; after it a request goes to the best replica whatever its queue. Default `"30s"`. Higher: fewer requests
-    /// bound to a busy replica, longer waits.
-    #[serde(deserialize_with = "duration")]
-    pub hold_timeout: Duration,
+    /// Classes of requests by their priority, in order of importance: who is served before whom, and within what time a prompt must
+    /// start to be computed. A request that would start later is turned away at once, with 429 and the time after which it would be
+    /// let in. Default: one class of all, `"30s"`. Longer: fewer are turned away in an overload, and those let in wait longer.
+    pub classes: Vec<ClassConfig>,
     /// Decisions kept for `/baton/v1/decisions`. Default 4096; about 1 KiB each and more with many replicas.
     pub decisions: usize,
     /// Weights of the terms of `price`; all 1. Zero switches a term off.
     pub weights: PriceWeights,
+}
+
+/// `[[policy.classes]]`.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ClassConfig {
+    /// Label of its counters.
+    pub name: String,
+    /// Its most important priority, the lowest number; it reaches to where the next class begins. Default: all that matter more than
+    /// the next class.
+    #[serde(default = "most_important")]
+    pub from: i32,
+    #[serde(deserialize_with = "duration")]
+    pub start_within: Duration,
+}
+
+fn most_important() -> i32 {
+    i32::MIN
 }
 
 /// What an engine is.
@@ -207,6 +225,16 @@ impl GatewayConfig {
             if span.is_zero() {
                 return Err(ConfigError::OutOfRange { option, value: "\"0s\"".into(), want: "nothing ends within no time; give more" });
             }
+        }
+        for class in &self.policy.classes {
+            if class.start_within.is_zero() {
+                let (option, value) = ("policy.classes.start_within", "\"0s\"".into());
+                return Err(ConfigError::OutOfRange { option, value, want: "nothing starts within no time; give more" });
+            }
+        }
+        if !self.policy.classes.is_sorted_by(|a, b| a.from < b.from) {
+            let value = self.policy.classes.iter().map(|class| class.from.to_string()).collect::<Vec<_>>().join(", ");
+            return Err(ConfigError::OutOfRange { option: "policy.classes.from", value, want: "must grow from class to class" });
         }
         self.check_names()?;
         let PriceWeights { delay, eviction, memory, waste, decode } = self.policy.weights;
@@ -286,7 +314,7 @@ impl Default for PolicyConfig {
             name: PolicyName::Price,
             seed: 0,
             queue: 1024,
-            hold_timeout: Duration::from_secs(30),
+            classes: Vec::new(),
             decisions: 4096,
             weights: PriceWeights::default(),
         }
@@ -294,12 +322,24 @@ impl Default for PolicyConfig {
 }
 
 impl PolicyConfig {
+    fn classes(&self) -> Vec<PriorityClass> {
+        if self.classes.is_empty() {
+            return vec![PriorityClass::default()];
+        }
+        let class = |class: &ClassConfig| PriorityClass {
+            name: class.name.clone(),
+            from: Priority(class.from),
+            start_within: class.start_within,
+        };
+        self.classes.iter().map(class).collect()
+    }
+
     pub(crate) fn router(&self) -> RouterConfig {
         RouterConfig {
             policy: self.name,
             model: KEY_MODEL.to_owned(),
             held_max: self.queue,
-            held_for: self.hold_timeout,
+            classes: self.classes(),
             decisions_kept: self.decisions,
             weights: self.weights,
             ..RouterConfig::default()

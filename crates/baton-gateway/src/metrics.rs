@@ -133,6 +133,10 @@ impl Metrics {
         self.render_replicas(&mut page, fleet);
         page.family("baton_held_requests", "gauge", "Requests waiting in the router.");
         page.sample("baton_held_requests", &[], fleet.peek_router(|router, _| router.held()) as f64);
+        page.family("baton_sheds_total", "counter", "Requests turned away for the load, by class.");
+        for (class, count) in fleet.peek_router(|router, _| router.sheds().map(|(class, n)| (class.name.clone(), n)).collect::<Vec<_>>()) {
+            page.sample("baton_sheds_total", &[("class", &class)], count as f64);
+        }
         page.family("baton_live_requests", "gauge", "Requests in the gateway.");
         page.sample("baton_live_requests", &[], fleet.live().len() as f64);
         page.text

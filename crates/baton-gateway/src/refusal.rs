@@ -102,7 +102,7 @@ impl Refusal {
                 ErrorBody::bad_request(message)
             }
             Self::Overloaded { retry_after } => {
-                ErrorBody::overloaded(format!("all replicas are busy and the queue is full; retry after {} s", seconds(*retry_after)))
+                ErrorBody::overloaded(format!("the fleet is too busy to start this request in time; retry after {} s", seconds(*retry_after)))
             }
             Self::NoReplica { retry_after } => {
                 ErrorBody::unavailable(format!("no replica is ready for this request; retry after {} s", seconds(*retry_after)))

@@ -1,25 +1,39 @@
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
+    hash::{BuildHasherDefault, Hash, Hasher},
     time::Duration,
 };
 
-use baton_kv::BlockKey;
+use baton_kv::{BlockKey, KeyHasher};
 use baton_units::{ReplicaId, Time};
 
+/// A prompt that goes on with a chain has its end among the last blocks that are cached: what follows is new. A few more may be there of
+/// another that went on from the same end.
+const SEARCHED_MAX: usize = 64;
 /// Weight of one ended chain in the mean of final sizes.
 const FINAL_GAIN: f64 = 0.05;
 
 /// What names a chain of requests that share a growing prefix: the client's session, or the last block of its latest prompt.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ChainId {
     Session(u64),
     End(BlockKey),
 }
 
+/// Both are hashes already.
+impl Hash for ChainId {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(match self {
+            Self::Session(session) => !session,
+            Self::End(key) => key.0,
+        });
+    }
+}
+
 /// Chains that may go on: where each was last, how large it is, and what share of chains did go on.
 #[derive(Debug)]
 pub(crate) struct Chains {
-    known: HashMap<ChainId, Chain>,
+    known: HashMap<ChainId, Chain, BuildHasherDefault<KeyHasher>>,
     /// Idle chains by the end of their last request; those in flight are not in it.
     order: VecDeque<(Time, ChainId)>,
     /// By replica: chains and expected final blocks.
@@ -48,7 +62,7 @@ struct Alive {
 impl Default for Chains {
     fn default() -> Self {
         // One chain that went on and one that did not: until more is known, a request without a session is not taken for a start.
-        Self { known: HashMap::new(), order: VecDeque::new(), alive: BTreeMap::new(), continued: 1.0, ended: 1.0, final_blocks: 0.0 }
+        Self { known: HashMap::default(), order: VecDeque::new(), alive: BTreeMap::new(), continued: 1.0, ended: 1.0, final_blocks: 0.0 }
     }
 }
 
@@ -57,7 +71,12 @@ impl Chains {
     pub(crate) fn find(&self, session: Option<u64>, keys: &[BlockKey], depth: usize) -> Option<ChainId> {
         match session {
             Some(session) => Some(ChainId::Session(session)),
-            None => keys[..depth.min(keys.len())].iter().rev().map(|key| ChainId::End(*key)).find(|id| self.known.contains_key(id)),
+            None => keys[..depth.min(keys.len())]
+                .iter()
+                .rev()
+                .take(SEARCHED_MAX)
+                .map(|key| ChainId::End(*key))
+                .find(|id| self.known.contains_key(id)),
         }
     }
 

@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use baton_units::Bytes;
+use baton_units::{Bytes, Priority};
 use serde::{Deserialize, Serialize};
 
 use crate::PolicyName;
@@ -13,10 +13,10 @@ pub struct RouterConfig {
     pub model: String,
     /// Requests held when no replica can take them at once; one more is refused.
     pub held_max: usize,
-    /// Longest stay in the router. After it a request goes to the best replica whatever its queue, or is refused if there is none.
-    pub held_for: Duration,
+    /// Who is served before whom, and how soon; never empty, in order of importance.
+    pub classes: Vec<PriorityClass>,
     /// Late binding (`price` only): a request whose wait at its best replica would exceed this stays in the router until one frees.
-    /// Lower keeps more choice for later and makes the router's queue matter more; `None` always binds at arrival.
+    /// Lower keeps more choice for later and makes the router's queue matter more; `None` binds at arrival or turns away.
     pub bind_within: Option<Duration>,
     /// How long a prefix sent to a replica is believed to be there without a word of its engine.
     pub belief_lifetime: Duration,
@@ -35,7 +35,7 @@ impl Default for RouterConfig {
             policy: PolicyName::Price,
             model: String::new(),
             held_max: 4096,
-            held_for: Duration::from_secs(30),
+            classes: vec![PriorityClass::default()],
             // Neutral with one router and exact estimates (mixed work: within noise from 500 ms to never).
             bind_within: Some(Duration::from_secs(1)),
             // Dynamo's default for engines without events.
@@ -46,6 +46,30 @@ impl Default for RouterConfig {
             decisions_kept: 4096,
             weights: PriceWeights::default(),
         }
+    }
+}
+
+/// Requests of one importance and their deadline.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PriorityClass {
+    pub name: String,
+    /// The most important priority of the class, the lowest number; it reaches to where the next class begins.
+    pub from: Priority,
+    /// The prompt starts to be computed within this, or the request is turned away: at once if the router can tell, with the time
+    /// after which it would be let in.
+    pub start_within: Duration,
+}
+
+impl Default for PriorityClass {
+    fn default() -> Self {
+        Self { name: "default".to_owned(), from: Priority(i32::MIN), start_within: Duration::from_secs(30) }
+    }
+}
+
+impl RouterConfig {
+    /// Place of the class that a priority belongs to; more important than all is in the first.
+    pub fn class_of(&self, priority: Priority) -> usize {
+        self.classes.iter().rposition(|class| class.from <= priority).unwrap_or(0)
     }
 }
 

@@ -285,10 +285,8 @@ mod tests {
         fn it_is_what_the_definition_says((backlogs, work, recent) in fleet(), interleaved in any::<bool>(), idle in 0usize..3) {
             let backlog = |(place, ms): (usize, &f64)| {
                 let ms = if place < idle { 0.0 } else { *ms };
-                match interleaved {
-                    true => Backlog { ms, short_ms: 0.3 * ms, long_chunk_ms: 80.0, has_long: ms > 80.0 },
-                    false => Backlog::in_order(ms),
-                }
+                let interleaving = Backlog { ms, short_ms: 0.3 * ms, long_chunk_ms: 80.0, has_long: ms > 80.0 };
+                if interleaved { interleaving } else { Backlog::in_order(ms) }
             };
             let backlogs: Vec<Backlog> = backlogs.iter().enumerate().map(backlog).collect();
             let exact = of(&backlogs, &work, &recent, 0.1);

@@ -24,6 +24,14 @@ pub(crate) struct Replica {
     /// Blocks that requests in flight own besides the full blocks of their prompts.
     pub(crate) private_blocks: u32,
     pub(crate) response_ms: f64,
+    pub(crate) losses: Losses,
+}
+
+/// Expected work to compute again the first block that the replica would evict, the first two, and so on, where no other has them.
+#[derive(Debug, Default)]
+pub(crate) struct Losses {
+    pub(crate) at: Time,
+    pub(crate) sums_ms: Vec<f64>,
 }
 
 impl Replica {
@@ -38,6 +46,7 @@ impl Replica {
             context: 0,
             private_blocks: 0,
             response_ms: 0.0,
+            losses: Losses::default(),
         }
     }
 

@@ -21,7 +21,7 @@ mod request;
 mod reuse;
 mod router;
 
-pub use config::{PriceWeights, RouterConfig};
+pub use config::{PriceWeights, PriorityClass, RouterConfig};
 pub use decision::{DecisionRecord, Quote, Realised, Reason, Terms};
 pub use policy::{PolicyName, UnknownPolicy};
 pub use replica::{Discipline, LoadReport, ReplicaSpec, ReplicaState, ReplicaStatus};

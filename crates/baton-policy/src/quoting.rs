@@ -1,16 +1,23 @@
+use std::time::Duration;
+
 use baton_units::{Blocks, DurationMs, ReplicaId, Time, Tokens};
 
 use crate::{
     Arrival, Discipline, Terms,
     chains::ChainId,
     delay::{Backlog, Coming, Delays},
-    fleet::Replica,
+    fleet::{Losses, Replica},
     policy::Candidate,
     router::Router,
 };
 
 /// Victims looked at one by one; more are priced like these.
 const VICTIMS_MAX: usize = 256;
+/// At least so many at a time.
+const VICTIMS_MIN: usize = 32;
+/// So long the price of a replica's victims counts. A cache's tail changes more slowly than requests come, and its price more slowly
+/// still.
+const LOSSES_AGE: Duration = Duration::from_millis(500);
 /// Chance that a hit is real on a replica whose events have a gap.
 const DOUBTFUL_HIT: f64 = 0.5;
 
@@ -86,12 +93,13 @@ impl Router {
         let (least_wait, least_prefill) = (least(|terms| terms.wait), least(|terms| terms.prefill));
         for (place, candidate) in candidates.iter_mut().enumerate() {
             let new = arrival.keys.len().saturating_sub(self.depth(candidate.replica) as usize);
+            let eviction = self.eviction_ms(candidate.replica, new, now);
             let replica = &self.replicas[&candidate.replica];
             let terms = &mut candidate.terms;
             terms.delay = weights.delay * self.scratch.delays.at(place);
             terms.memory = weights.memory * terms.prefill * self.memory_share(replica);
             terms.waste = shadow * (terms.wait - least_wait + terms.prefill - least_prefill);
-            terms.eviction = weights.eviction * (1.0 + shadow) * self.eviction_ms(replica, new, now);
+            terms.eviction = weights.eviction * (1.0 + shadow) * eviction;
             terms.decode = weights.decode * self.decode_delay_ms(replica, arrival, terms.prefill);
         }
     }
@@ -115,18 +123,29 @@ impl Router {
     }
 
     /// Expected work to compute again what `new` more blocks push out, where no other replica has it.
-    pub(crate) fn eviction_ms(&self, replica: &Replica, new: usize, now: Time) -> f64 {
-        let free = (replica.spec.kv_blocks.0 as usize).saturating_sub(self.index.blocks_resident(replica.spec.id));
+    pub(crate) fn eviction_ms(&mut self, id: ReplicaId, new: usize, now: Time) -> f64 {
+        let replica = &self.replicas[&id];
+        let free = (replica.spec.kv_blocks.0 as usize).saturating_sub(self.index.blocks_resident(id));
         let victims = new.saturating_sub(free);
+        if victims == 0 {
+            return 0.0;
+        }
         let looked_at = victims.min(VICTIMS_MAX);
-        let lost: f64 = self
-            .index
-            .victims(replica.spec.id, now)
-            .take(looked_at)
-            .filter(|victim| victim.unique)
-            .map(|victim| self.reuse.probability(victim.reused, victim.idle) * replica.block_ms(victim.depth))
-            .sum();
-        if looked_at == 0 { 0.0 } else { lost * victims as f64 / looked_at as f64 }
+        if replica.losses.at + LOSSES_AGE <= now || replica.losses.sums_ms.len() < looked_at {
+            let mut sum = 0.0;
+            let sums = self.index.victims(id, now).take(looked_at.max(VICTIMS_MIN)).map(|victim| {
+                if victim.unique {
+                    sum += self.reuse.probability(victim.reused, victim.idle) * replica.block_ms(victim.depth);
+                }
+                sum
+            });
+            let losses = Losses { at: now, sums_ms: sums.collect() };
+            self.replicas.get_mut(&id).expect("it was there").losses = losses;
+        }
+        let sums = &self.replicas[&id].losses.sums_ms;
+        // Fewer than asked for: all the rest is in use, and costs its wait.
+        let last = sums.get(looked_at - 1).or(sums.last()).copied().unwrap_or(0.0);
+        last * victims as f64 / looked_at as f64
     }
 
     /// By how much the time between tokens grows for those who decode there, summed over them: what the request's prefill steps and
@@ -220,11 +239,6 @@ impl Router {
         self.scratch.work_ms[place] = work_ms;
         self.price_delay(candidates);
         self.scratch.delays.at(place)
-    }
-
-    /// Longest wait, in ms, of what was sent and not begun, for a hint when to retry.
-    pub(crate) fn least_backlog_ms(&self, now: Time) -> f64 {
-        self.replicas.values().map(|replica| backlog_at_ms(replica, now)).fold(f64::INFINITY, f64::min)
     }
 }
 

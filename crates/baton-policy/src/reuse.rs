@@ -1,7 +1,6 @@
 use std::time::Duration;
 
 use baton_kv::Use;
-use baton_units::DurationMs;
 
 /// Idle ages from 1 ms to about three days, in octaves.
 const OCTAVES: usize = 28;
@@ -83,7 +82,7 @@ impl Reuse {
 }
 
 fn octave(age: Duration) -> usize {
-    (age.as_ms().max(1.0).log2() as usize).min(OCTAVES - 1)
+    ((age.as_millis() as u64).max(1).ilog2() as usize).min(OCTAVES - 1)
 }
 
 #[cfg(test)]

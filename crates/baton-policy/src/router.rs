@@ -5,14 +5,14 @@ use baton_kv::{Applied, BlockKey, FleetIndex, KvEvent, KvEventBatch};
 use baton_units::{Blocks, DurationMs, Incarnation, ReplicaId, RequestId, Time, Tokens};
 
 use crate::{
-    Arrival, DecisionRecord, LoadReport, Outcome, Placed, PolicyName, PrefixCopy, Quote, Realised, Reason, Refusal, ReplicaSpec,
-    ReplicaState, ReplicaStatus, RouterConfig, Verdict,
+    Arrival, DecisionRecord, LoadReport, Outcome, Placed, PolicyName, PrefixCopy, PriorityClass, Quote, Realised, Reason, Refusal,
+    ReplicaSpec, ReplicaState, ReplicaStatus, RouterConfig, Verdict,
     chains::{ChainId, Chains},
     copies::Rents,
     decision::DecisionLog,
     demand::Demand,
     fleet::Replica,
-    held::{Held, Place, Waiting},
+    held::{Held, Waiting},
     policy::{Policy, RequestView, price::Price},
     quoting::{Quoted, Scratch, backlog_at_ms},
     reuse::Reuse,
@@ -20,8 +20,11 @@ use crate::{
 
 /// Ids that the router mints for copies start here.
 const COPY_IDS: u64 = 1 << 63;
-/// Held requests quoted in one call of `released`; each quote costs as much as a decision.
+/// Held requests quoted at a time in `released`; each quote costs as much as a decision.
 const HELD_QUOTED_MAX: usize = 16;
+/// Bounds of what a client is told to wait: clients count in seconds, and nobody knows the load of an hour ahead.
+const RETRY_MIN: Duration = Duration::from_secs(1);
+const RETRY_MAX: Duration = Duration::from_mins(10);
 /// Where more chains than this went on, a request without a known one is taken to start one.
 const STARTS_CONTINUE: f64 = 0.5;
 /// Weight of the latest output length in the mean, and the mean before any output was seen.
@@ -47,6 +50,8 @@ pub struct Router {
     pub(crate) chains: Chains,
     rents: Rents,
     held: Held,
+    /// Requests turned away for the load, by class.
+    sheds: Vec<u64>,
     log: DecisionLog,
     /// Mean output length of what ended, in tokens.
     pub(crate) mean_output: f64,
@@ -55,6 +60,24 @@ pub struct Router {
     pub(crate) costs_version: u64,
     pub(crate) scratch: Scratch,
     copies: u64,
+}
+
+/// Where a request would go.
+#[derive(Debug)]
+struct Choice {
+    quoted: Quoted,
+    view: RequestView,
+    chosen: usize,
+}
+
+impl Choice {
+    fn wait_ms(&self) -> f64 {
+        self.quoted.candidates[self.chosen].terms.wait
+    }
+
+    fn prefill_ms(&self) -> f64 {
+        self.quoted.candidates[self.chosen].terms.prefill
+    }
 }
 
 /// A request sent to a replica and not ended.
@@ -89,6 +112,7 @@ impl Router {
             chains: Chains::default(),
             rents: Rents::default(),
             held: Held::default(),
+            sheds: vec![0; config.classes.len()],
             log: DecisionLog::new(config.decisions_kept),
             mean_output: OUTPUT_PRIOR,
             outputs: 0,
@@ -175,15 +199,20 @@ impl Router {
             return Verdict::Refuse(refusal);
         }
         self.demand.arrive(now);
+        self.held.advance(self.ready(), now);
         self.scratch.depths.clear();
-        let verdict = match self.decide(&arrival, Duration::ZERO, false, now) {
-            Some(placed) => Verdict::Run(placed),
-            None if !self.may_serve_later(&arrival) => Verdict::Refuse(Refusal::NoReplica),
-            None if self.held.len() >= self.config.held_max => Verdict::Refuse(self.overloaded(now)),
-            None => {
-                self.held.push(arrival.clone(), now);
-                Verdict::Hold
+        let class = self.config.class_of(arrival.priority);
+        // A retry had its turn before.
+        let in_turn = !arrival.excluded.is_empty() || !self.held.someone_before(arrival.priority);
+        let verdict = match self.choose(&arrival, now) {
+            Some(choice) if in_turn && choice.wait_ms() <= self.bind_limit_ms(self.config.classes[class].start_within) => {
+                self.held.enter(class, choice.prefill_ms());
+                self.held.pass(choice.prefill_ms());
+                Verdict::Run(self.bind(&arrival, &choice, Duration::ZERO, now))
             }
+            Some(choice) => self.hold_or_shed(&arrival, class, choice.wait_ms(), choice.prefill_ms(), now),
+            None if !self.may_serve_later(&arrival) => Verdict::Refuse(Refusal::NoReplica),
+            None => self.hold_or_shed(&arrival, class, 0.0, self.cold_ms(&arrival), now),
         };
         let known = self.scratch.depths.iter().copied().max().unwrap_or(0);
         self.demand.remember(arrival.keys, arrival.prompt, known);
@@ -195,26 +224,44 @@ impl Router {
         if self.held.is_empty() || !(self.held.stale || self.next_timeout().is_some_and(|at| at <= now)) {
             return Vec::new();
         }
+        self.held.advance(self.ready(), now);
         self.held.stale = false;
         let mut out = Vec::new();
-        let mut quoted = 0;
-        for place in self.held.places() {
-            let Some(Waiting { arrival, since }) = self.held.get(place).cloned() else { continue };
-            let late = now.since(since) >= self.config.held_for;
-            if !late && quoted >= HELD_QUOTED_MAX {
-                continue;
+        while let Some(late) = self.held.take_late(now) {
+            let refusal = if self.may_serve_later(&late.arrival) { self.shed(&late.arrival, 0.0, 0.0) } else { Refusal::NoReplica };
+            out.push((late.arrival.request, Verdict::Refuse(refusal)));
+        }
+        // Again as long as somebody leaves: the next event may be far.
+        loop {
+            let left = self.held.len();
+            for place in self.held.look_at(HELD_QUOTED_MAX) {
+                // Quotes are worth their time only while a replica is free.
+                if self.ready() > 0 && !self.someone_is_free(now) {
+                    return out;
+                }
+                let Some(Waiting { arrival, since, deadline, .. }) = self.held.get(place).cloned() else { continue };
+                match self.choose(&arrival, now) {
+                    Some(choice) if choice.wait_ms() <= self.bind_limit_ms(deadline.since(now)) => {
+                        self.held.release(place);
+                        let placed = self.bind(&arrival, &choice, now.since(since), now);
+                        out.push((arrival.request, Verdict::Run(placed)));
+                    }
+                    None if !self.may_serve_later(&arrival) => {
+                        self.held.remove(place);
+                        out.push((arrival.request, Verdict::Refuse(Refusal::NoReplica)));
+                    }
+                    Some(_) | None => {}
+                }
             }
-            quoted += 1;
-            if let Some(verdict) = self.take_up(place, &arrival, since, late, now) {
-                out.push((arrival.request, verdict));
+            if self.held.len() == left || self.held.is_empty() {
+                return out;
             }
         }
-        out
     }
 
     /// When `released` is worth a call though nothing happened.
     pub fn next_timeout(&self) -> Option<Time> {
-        let deadline = self.held.oldest()? + self.config.held_for;
+        let deadline = self.held.first_deadline()?;
         let within = self.config.bind_within.map_or(f64::INFINITY, |within| within.as_ms());
         let frees = self.replicas.values().filter(|replica| replica.state == ReplicaState::Ready).filter_map(|replica| {
             let over = replica.ledger.backlog_ms() - within;
@@ -357,6 +404,11 @@ impl Router {
         self.held.len()
     }
 
+    /// Requests turned away for the load so far, by class.
+    pub fn sheds(&self) -> impl Iterator<Item = (&PriorityClass, u64)> {
+        self.config.classes.iter().zip(self.sheds.iter().copied())
+    }
+
     /// The latest decisions, newest first.
     pub fn decisions(&self, limit: usize) -> Vec<Arc<DecisionRecord>> {
         self.log.latest(limit)
@@ -406,46 +458,74 @@ impl Router {
         })
     }
 
-    fn overloaded(&self, now: Time) -> Refusal {
-        let wait = self.least_backlog_ms(now);
-        let retry_after = if wait.is_finite() { Duration::from_ms(wait) } else { Duration::ZERO };
-        Refusal::Overloaded { retry_after: retry_after.max(Duration::from_secs(1)) }
+    /// Lets a request wait if it will start in time, by all that is known of the queue; turns it away if not.
+    fn hold_or_shed(&mut self, arrival: &Arrival, class: usize, wait_ms: f64, work_ms: f64, now: Time) -> Verdict {
+        let within = self.config.classes[class].start_within;
+        // It is bound to a replica that has as much work as late binding lets it have, if it ever waits here.
+        let bound_to = if self.policy.prices_others() { self.config.bind_within.map_or(0.0, |within| within.as_ms()) } else { 0.0 };
+        let start_ms = wait_ms.max(bound_to.min(within.as_ms())) + self.held.wait_ms(arrival.priority, class, self.ready());
+        let excess_ms = start_ms - within.as_ms();
+        if excess_ms > 0.0 || self.held.len() >= self.config.held_max {
+            return Verdict::Refuse(self.shed(arrival, work_ms, excess_ms.max(0.0)));
+        }
+        self.held.enter(class, work_ms);
+        self.held.push(arrival.clone(), now + within, work_ms, now);
+        Verdict::Hold
     }
 
-    /// A held request's turn: its verdict, or `None` while it stays.
-    fn take_up(&mut self, place: Place, arrival: &Arrival, since: Time, late: bool, now: Time) -> Option<Verdict> {
-        let verdict = match self.decide(arrival, now.since(since), late, now) {
-            Some(placed) => Verdict::Run(placed),
-            None if !self.may_serve_later(arrival) => Verdict::Refuse(Refusal::NoReplica),
-            None if late => Verdict::Refuse(self.overloaded(now)),
-            None => return None,
-        };
-        self.held.remove(place);
-        Some(verdict)
+    /// A refusal that says when the request would be let in, as things stand.
+    fn shed(&mut self, arrival: &Arrival, work_ms: f64, excess_ms: f64) -> Refusal {
+        let after_ms = self.held.promise_ms(work_ms, excess_ms, self.ready());
+        let retry_after = Duration::from_ms(after_ms).clamp(RETRY_MIN, RETRY_MAX);
+        self.sheds[self.config.class_of(arrival.priority)] += 1;
+        Refusal::Overloaded { retry_after }
     }
 
-    /// Chooses and books; `None` when no replica is eligible, or the best one's wait is too long to bind to it yet.
-    fn decide(&mut self, arrival: &Arrival, held_for: Duration, bind_anyway: bool, now: Time) -> Option<Placed> {
+    /// Wait at which a request is sent to its best replica, when it must start within `left`.
+    fn bind_limit_ms(&self, left: Duration) -> f64 {
+        let late_binding = self.config.bind_within.filter(|_| self.policy.prices_others());
+        late_binding.map_or(left, |within| within.min(left)).as_ms()
+    }
+
+    /// Whether some replica has so little to do that late binding would send it more.
+    fn someone_is_free(&self, now: Time) -> bool {
+        let limit = self.bind_limit_ms(Duration::MAX);
+        self.replicas.values().any(|replica| replica.state == ReplicaState::Ready && backlog_at_ms(replica, now) <= limit)
+    }
+
+    fn ready(&self) -> usize {
+        self.replicas.values().filter(|replica| replica.state == ReplicaState::Ready).count()
+    }
+
+    /// Prefill without any hit, where no replica can be quoted.
+    fn cold_ms(&self, arrival: &Arrival) -> f64 {
+        self.replicas.values().next().map_or(0.0, |replica| replica.prefill_ms(arrival.prompt, Tokens::ZERO))
+    }
+
+    /// Quotes all that could take it and picks one; `None` when no replica is eligible.
+    fn choose(&mut self, arrival: &Arrival, now: Time) -> Option<Choice> {
         let ids = self.eligible(arrival);
         if ids.is_empty() {
             return None;
         }
-        let prices_others = self.policy.prices_others();
-        let quoted = self.quote(arrival, &ids, prices_others, now);
+        let quoted = self.quote(arrival, &ids, self.policy.prices_others(), now);
         let last_on = quoted.chain.and_then(|chain| self.chains.home(chain));
         let starts = last_on.is_none() && (arrival.session.is_some() || self.chains.continues() > STARTS_CONTINUE);
         let view = RequestView { session: arrival.session, starts, home: arrival.session.and(last_on) };
         let chosen = self.policy.choose(&view, &quoted.candidates, &mut self.rng);
-        let wait = quoted.candidates[chosen].terms.wait;
-        if prices_others && !bind_anyway && self.config.bind_within.is_some_and(|within| wait > within.as_ms()) {
-            return None;
-        }
-        let copy = if prices_others && self.config.copies { self.copy_worth(arrival, &quoted, chosen, now) } else { None };
-        self.record(arrival, &view, &quoted, chosen, held_for, now);
-        let replica = quoted.candidates[chosen].replica;
-        self.book(arrival, replica, quoted.candidates[chosen].terms.prefill, quoted.chain, now);
+        Some(Choice { quoted, view, chosen })
+    }
+
+    /// Books the choice.
+    fn bind(&mut self, arrival: &Arrival, choice: &Choice, held_for: Duration, now: Time) -> Placed {
+        let Choice { quoted, view, chosen } = choice;
+        let copies = self.policy.prices_others() && self.config.copies;
+        let copy = if copies { self.copy_worth(arrival, quoted, *chosen, now) } else { None };
+        self.record(arrival, view, quoted, *chosen, held_for, now);
+        let replica = quoted.candidates[*chosen].replica;
+        self.book(arrival, replica, choice.prefill_ms(), quoted.chain, now);
         let copy = copy.map(|(to, blocks)| self.book_copy(arrival, to, blocks, now));
-        Some(Placed { replica, copy })
+        Placed { replica, copy }
     }
 
     /// A shared prefix of the request and a replica that lacks it, when the rent paid for the lack has reached a copy's price.
@@ -480,11 +560,12 @@ impl Router {
         let paid = self.rents.pay(end, rent, now);
         let to = quoted.candidates[target].replica;
         let missing = blocks - self.depth(to) as usize;
+        let evicted = self.eviction_ms(to, missing, now);
         let replica = &self.replicas[&to];
         let size = replica.spec.block_size;
         let work = replica.prefill_ms(Blocks(blocks as u32).to_tokens(size), Blocks(self.depth(to)).to_tokens(size));
         let shadow = self.config.weights.waste * self.demand.shadow_price();
-        let eviction = self.config.weights.eviction * (1.0 + shadow) * self.eviction_ms(replica, missing, now);
+        let eviction = self.config.weights.eviction * (1.0 + shadow) * evicted;
         let price = shadow * work + self.config.weights.delay * self.delay_of_copy_ms(target, work) + eviction;
         if paid < price {
             return None;

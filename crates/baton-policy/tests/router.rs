@@ -7,7 +7,8 @@ use std::{sync::Arc, time::Duration};
 use baton_cost::{StepCoefficients, StepLoad};
 use baton_kv::{BlockKey, EngineHash, KeyDomain, KvEvent, KvEventBatch, chain_keys};
 use baton_policy::{
-    Arrival, Discipline, LoadReport, Outcome, PolicyName, PriceWeights, Refusal, ReplicaSpec, ReplicaState, Router, RouterConfig, Verdict,
+    Arrival, Discipline, LoadReport, Outcome, PolicyName, PriceWeights, PriorityClass, Refusal, ReplicaSpec, ReplicaState, Router,
+    RouterConfig, Verdict,
 };
 use baton_units::{BlockSize, Blocks, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
 use proptest::prelude::*;
@@ -48,6 +49,10 @@ fn router(policy: PolicyName, weights: PriceWeights, replicas: u32) -> Router {
     router
 }
 
+fn class(from: i32, start_within_s: f64) -> PriorityClass {
+    PriorityClass { name: format!("from {from}"), from: Priority(from), start_within: Duration::from_secs_f64(start_within_s) }
+}
+
 fn keys(text: u32, tokens: u32) -> Arc<[BlockKey]> {
     let tokens: Vec<u32> = (0..tokens).map(|place| text * 100_000 + place).collect();
     chain_keys(KeyDomain { model: "", adapter: None, salt: None }.root(), &tokens, SIZE).into()
@@ -70,6 +75,12 @@ fn arrival(request: u64, text: u32, tokens: u32) -> Arrival {
 fn send(router: &mut Router, request: u64, text: u32, tokens: u32, to: u32, replicas: u32, now: Time) {
     let excluded = (0..replicas).filter(|id| *id != to).map(ReplicaId).collect();
     assert_eq!(chosen(&router.place(Arrival { excluded, ..arrival(request, text, tokens) }, now)), to);
+}
+
+/// Of a replica with much work that another router sent.
+fn send_report(router: &mut Router, now: Time) {
+    let prefill_backlog = Tokens(100_000);
+    router.report(ReplicaId(0), LoadReport { taken_at: now, waiting: 9, running: 1, kv_blocks_free: Blocks(2000), prefill_backlog }, now);
 }
 
 fn end(router: &mut Router, request: u64, now: Time) {
@@ -171,7 +182,7 @@ fn replicas_that_are_not_ready_or_excluded_get_nothing() {
 
 #[test]
 fn held_requests_leave_by_importance_when_a_replica_is_back_and_are_shed_when_none_is() {
-    let config = RouterConfig { held_max: 2, held_for: Duration::from_secs(5), ..RouterConfig::default() };
+    let config = RouterConfig { held_max: 2, classes: vec![class(i32::MIN, 5.0)], ..RouterConfig::default() };
     let mut router = Router::new(config, 1);
     assert_eq!(router.place(arrival(0, 1, 100), Time::ZERO), Verdict::Refuse(Refusal::NoReplica));
     router.upsert_replica(spec(0), Time::ZERO);
@@ -203,6 +214,59 @@ fn a_request_is_not_bound_to_a_long_queue_before_it_shortens() {
     let at = router.next_timeout().unwrap();
     assert!(at > ms(150.0) && at < ms(250.0), "{at}");
     assert!(matches!(router.released(at)[..], [(RequestId(2), Verdict::Run(_))]));
+}
+
+#[test]
+fn an_overload_turns_away_the_less_important_first_and_says_when_to_come_back() {
+    let classes = vec![class(i32::MIN, 20.0), class(1, 4.0)];
+    let mut router = Router::new(RouterConfig { bind_within: Some(Duration::from_millis(50)), classes, ..RouterConfig::default() }, 1);
+    router.upsert_replica(spec(0), Time::ZERO);
+    // Each takes 149 ms; the first is bound and the rest waits its turn.
+    let mut now_ms = 0.0;
+    let mut offer = |request: u64, priority: i32| {
+        now_ms += 1.0;
+        router.place(Arrival { priority: Priority(priority), ..arrival(request, request as u32, 4600) }, ms(now_ms))
+    };
+    let verdicts: Vec<Verdict> = (0..60).map(|request| offer(request, 5)).collect();
+    let let_in = verdicts.iter().filter(|verdict| !matches!(verdict, Verdict::Refuse(_))).count();
+    assert!((20..28).contains(&let_in), "4 s of work are let in: {let_in}");
+    let after = |verdict: &Verdict| {
+        if let Verdict::Refuse(Refusal::Overloaded { retry_after }) = verdict { Some(*retry_after) } else { None }
+    };
+    let told: Vec<Duration> = verdicts.iter().filter_map(after).collect();
+    assert_eq!(let_in + told.len(), verdicts.len());
+    assert!(told.is_sorted() && *told.last().unwrap() > Duration::from_secs(4), "those told do not come back all at once: {told:?}");
+    // What matters more still gets in, before those who wait.
+    assert_eq!(offer(100, 0), Verdict::Hold);
+    let sheds: Vec<u64> = router.sheds().map(|(_, count)| count).collect();
+    assert_eq!(sheds, [0, told.len() as u64]);
+    end(&mut router, 0, ms(400.0));
+    assert!(matches!(router.released(ms(400.0))[..], [(RequestId(100), Verdict::Run(_)), ..]));
+}
+
+#[test]
+fn newcomers_do_not_overtake_those_who_wait() {
+    let mut router = Router::new(RouterConfig { bind_within: Some(Duration::from_millis(100)), ..RouterConfig::default() }, 1);
+    router.upsert_replica(spec(0), Time::ZERO);
+    router.place(arrival(1, 1, 4600), Time::ZERO);
+    assert_eq!(router.place(arrival(2, 2, 4600), ms(1.0)), Verdict::Hold);
+    // By now the first is nearly done: whoever asks is placed, but the one who waits is first.
+    assert_eq!(router.place(arrival(3, 3, 100), ms(140.0)), Verdict::Hold);
+    let order: Vec<u64> = router.released(ms(140.0)).iter().map(|(request, _)| request.0).collect();
+    assert_eq!(order.first(), Some(&2));
+}
+
+#[test]
+fn a_request_whose_time_is_over_is_turned_away_and_not_sent_late() {
+    let config =
+        RouterConfig { bind_within: Some(Duration::from_millis(100)), classes: vec![class(i32::MIN, 1.0)], ..RouterConfig::default() };
+    let mut router = Router::new(config, 1);
+    router.upsert_replica(spec(0), Time::ZERO);
+    router.place(arrival(1, 1, 4600), Time::ZERO);
+    assert_eq!(router.place(arrival(2, 2, 4600), ms(1.0)), Verdict::Hold);
+    // The replica hangs: its prompt is never done.
+    send_report(&mut router, ms(900.0));
+    assert!(matches!(router.released(ms(1001.0))[..], [(RequestId(2), Verdict::Refuse(Refusal::Overloaded { .. }))]));
 }
 
 #[test]

@@ -1,0 +1,132 @@
+//! What one decision of `price` costs, term by term: `decide [replicas=8,64,1024] [tokens=2048,8192,102400]`.
+//!
+//! Full caches, sessions of which each decision continues one, half of the replicas busy. A row is the median of a whole decision on
+//! this machine; the columns beside it are the match alone, the booking alone, and what a decision is faster without one term.
+#![allow(clippy::print_stdout, clippy::disallowed_methods, reason = "a program that measures")]
+
+use std::{collections::BTreeMap, sync::Arc, time::Instant};
+
+use baton_kv::{BlockKey, KeyDomain, chain_keys};
+use baton_policy::{Arrival, Discipline, Outcome, PolicyName, PriceWeights, ReplicaSpec, Router, RouterConfig, Verdict};
+use baton_sim::{percentile, reference_step};
+use baton_units::{BlockSize, Blocks, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
+
+const SHARED_TOKENS: u32 = 512;
+const DECISIONS: u64 = 4000;
+const WARM_UP: u64 = 2000;
+
+fn main() {
+    let given: BTreeMap<String, String> = std::env::args()
+        .skip(1)
+        .filter_map(|argument| argument.split_once('=').map(|(key, value)| (key.to_owned(), value.to_owned())))
+        .collect();
+    let list = |key: &str, default: &str| -> Vec<u32> {
+        let text = given.get(key).map_or(default, String::as_str);
+        text.split(',').map(|number| number.parse().expect("a number")).collect()
+    };
+    println!("us a decision, p50 (p99 of the whole)");
+    println!(
+        "{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}{:>11}{:>9}{:>9}{:>9}{:>9}{:>9}",
+        "replicas", "tokens", "match", "whole", "p99", "own", "delay", "eviction", "memory", "waste", "decode", "copies"
+    );
+    for replicas in list("replicas", "8,64,1024") {
+        for tokens in list("tokens", "2048,8192,102400") {
+            let whole = measure(replicas, tokens, RouterConfig::default());
+            let own = measure(replicas, tokens, RouterConfig { policy: PolicyName::LeastOutstanding, ..RouterConfig::default() });
+            let without = |change: fn(&mut PriceWeights)| {
+                let mut config = RouterConfig::default();
+                change(&mut config.weights);
+                whole.decision - measure(replicas, tokens, config).decision
+            };
+            println!(
+                "{replicas:>9}{tokens:>9}{:>9.1}{:>9.1}{:>9.1}{:>9.1}{:>11.1}{:>9.1}{:>9.1}{:>9.1}{:>9.1}{:>9.1}",
+                whole.matched,
+                whole.decision,
+                whole.decision_p99,
+                own.decision,
+                without(|weights| weights.delay = 0.0),
+                without(|weights| weights.eviction = 0.0),
+                without(|weights| weights.memory = 0.0),
+                without(|weights| weights.waste = 0.0),
+                without(|weights| weights.decode = 0.0),
+                whole.decision - measure(replicas, tokens, RouterConfig { copies: false, ..RouterConfig::default() }).decision,
+            );
+        }
+    }
+}
+
+struct Cost {
+    matched: f64,
+    decision: f64,
+    decision_p99: f64,
+}
+
+fn measure(replicas: u32, tokens: u32, config: RouterConfig) -> Cost {
+    let blocks = tokens.div_ceil(16);
+    // As many sessions as fill every cache once over.
+    let kv_blocks = 2 * blocks.max(512);
+    let sessions = u64::from((3 * replicas).max(96));
+    let mut router = Router::new(RouterConfig { decisions_kept: 256, ..config }, 1);
+    for id in 0..replicas {
+        let spec = ReplicaSpec {
+            id: ReplicaId(id),
+            incarnation: Incarnation(1),
+            block_size: BlockSize::DEFAULT,
+            kv_blocks: Blocks(kv_blocks),
+            max_model_len: Tokens(1 << 20),
+            max_running: 256,
+            discipline: Discipline::Chunked { budget: Tokens(2048) },
+            step: reference_step(),
+        };
+        router.upsert_replica(spec, Time::ZERO);
+    }
+    let root = KeyDomain { model: "", adapter: None, salt: None }.root();
+    let shared = SHARED_TOKENS.min(tokens / 2);
+    let chain = |session: u64| -> Arc<[BlockKey]> {
+        let own = (shared..tokens).map(|place| (session as u32) << 20 ^ place ^ 0x8000_0000);
+        chain_keys(root, &(0..shared).chain(own).collect::<Vec<u32>>(), BlockSize::DEFAULT).into()
+    };
+    let chains: Vec<Arc<[BlockKey]>> = (0..sessions.min(1024)).map(chain).collect();
+    let (mut matched_us, mut decision_us) = (Vec::new(), Vec::new());
+    let mut running: std::collections::VecDeque<RequestId> = std::collections::VecDeque::new();
+    let mut depths = Vec::new();
+    for request in 0..WARM_UP + DECISIONS {
+        let now = Time::from_ms(500.0 + 2.0 * request as f64 / f64::from(replicas) * 8.0);
+        let session = fastrand::Rng::with_seed(request).u64(..chains.len() as u64);
+        let arrival = Arrival {
+            request: RequestId(request),
+            keys: chains[session as usize].clone(),
+            prompt: Tokens(tokens),
+            max_output: None,
+            session: Some(session),
+            program: None,
+            priority: Priority(0),
+            excluded: Vec::new(),
+        };
+        let keys = arrival.keys.clone();
+        let start = Instant::now();
+        router.index().matches_into(&keys, &mut depths);
+        let matched = start.elapsed();
+        let start = Instant::now();
+        let verdict = router.place(arrival, now);
+        let took = start.elapsed();
+        if request >= WARM_UP {
+            matched_us.push(matched.as_secs_f64() * 1e6);
+            decision_us.push(took.as_secs_f64() * 1e6);
+        }
+        if let Verdict::Run(placed) = verdict {
+            running.extend(placed.copy.map(|copy| copy.request).into_iter().chain([RequestId(request)]));
+        }
+        while running.len() > replicas as usize / 2 {
+            let done = running.pop_front().expect("it is not empty");
+            router.first_token(done, None, now);
+            router.output_tokens(done, 1, now);
+            router.finished(done, Outcome::Finished, None, now);
+        }
+        router.released(now);
+    }
+    for all in [&mut matched_us, &mut decision_us] {
+        all.sort_by(f64::total_cmp);
+    }
+    Cost { matched: percentile(&matched_us, 0.5), decision: percentile(&decision_us, 0.5), decision_p99: percentile(&decision_us, 0.99) }
+}
