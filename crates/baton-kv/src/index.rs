@@ -2,17 +2,21 @@ use std::{collections::BTreeMap, hash::Hasher, time::Duration};
 
 use baton_units::{BlockSize, Bytes, Incarnation, ReplicaId, Time};
 
-use crate::{BlockKey, EngineHash, KeyDomain, KvEvent, KvEventBatch};
+use crate::{BlockKey, EngineHash, KeyDomain, KvEvent, KvEventBatch, chain_keys};
 use caches::Caches;
 
 pub use caches::{Use, Victim};
+pub use snapshot::SnapshotError;
 
 mod caches;
 mod holders;
 mod search;
+mod snapshot;
 
 /// Batches kept while an earlier one is missing; one more and the index goes on without the missing ones.
 const PENDING_BATCHES_MAX: usize = 1024;
+/// Blocks of an event whose entries are loaded from memory together.
+const AT_ONCE: usize = 32;
 
 /// The router's belief of which replica holds which block, over the whole fleet, and of what each replica's cache would let go next.
 ///
@@ -26,6 +30,7 @@ pub struct FleetIndex {
     model: String,
     caches: Caches,
     streams: Vec<Stream>,
+    errors: Vec<HitError>,
 }
 
 /// What became of a batch of events.
@@ -43,6 +48,18 @@ pub enum Applied {
     Ignored,
 }
 
+/// How far the hits that engines report were from those believed, in blocks, summed over the requests of a replica.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct HitError {
+    pub requests: u64,
+    pub believed: u64,
+    pub reported: u64,
+    /// Believed and not found.
+    pub missing: u64,
+    /// Found and not believed.
+    pub unforeseen: u64,
+}
+
 /// A replica's place in its stream of events.
 #[derive(Debug, Default)]
 struct Stream {
@@ -50,11 +67,18 @@ struct Stream {
     next_sequence: u64,
     last_timestamp_s: f64,
     publishes: bool,
-    doubtful: bool,
     /// Batches were given up for lost: doubt ends only with the entries.
     lost: bool,
+    /// Taken from a snapshot, and not yet seen to go on from there.
+    unproven: bool,
     pending: BTreeMap<u64, KvEventBatch>,
     orphans: u64,
+}
+
+impl Stream {
+    fn doubtful(&self) -> bool {
+        self.lost || self.unproven || !self.pending.is_empty()
+    }
 }
 
 impl FleetIndex {
@@ -62,7 +86,7 @@ impl FleetIndex {
     /// engine; `bytes` bounds the memory of all entries.
     pub fn new(model: &str, lifetime: Duration, bytes: Bytes) -> Self {
         let bytes = usize::try_from(bytes.0).unwrap_or(usize::MAX);
-        Self { model: model.to_owned(), caches: Caches::new(lifetime, bytes), streams: Vec::new() }
+        Self { model: model.to_owned(), caches: Caches::new(lifetime, bytes), streams: Vec::new(), errors: Vec::new() }
     }
 
     // Engine events
@@ -78,6 +102,8 @@ impl FleetIndex {
             std::cmp::Ordering::Equal if batch.sequence < stream.next_sequence => {
                 // A restart without a marker counts from 0 again, under a later clock; a replayed batch has its old one.
                 if batch.timestamp_s <= stream.last_timestamp_s {
+                    // The last one that was taken in, repeated: the engine's stream is the one that is known.
+                    stream.unproven &= batch.sequence + 1 != stream.next_sequence || batch.timestamp_s < stream.last_timestamp_s;
                     return Applied::Ignored;
                 }
                 true
@@ -91,8 +117,8 @@ impl FleetIndex {
         stream.publishes = true;
         stream.incarnation = incarnation;
         let expected = stream.next_sequence;
+        stream.unproven &= batch.sequence != expected;
         if batch.sequence > expected {
-            stream.doubtful = true;
             stream.pending.insert(batch.sequence, batch.clone());
             if stream.pending.len() > PENDING_BATCHES_MAX {
                 self.skip_gap(replica, now);
@@ -107,7 +133,9 @@ impl FleetIndex {
     /// Goes on without the missing batches. The replica stays doubtful until its engine clears its cache or restarts.
     pub fn skip_gap(&mut self, replica: ReplicaId, now: Time) {
         let stream = self.stream(replica);
-        stream.lost |= stream.doubtful;
+        stream.lost |= !stream.pending.is_empty();
+        // With the batches that are given up for lost, the question is answered: the stream went on, and not from there.
+        stream.unproven &= stream.pending.is_empty();
         while let Some((_, batch)) = self.stream(replica).pending.pop_first() {
             self.take_in(replica, &batch, now);
         }
@@ -184,6 +212,28 @@ impl FleetIndex {
         self.caches.make_room(blocks, now, |slot, victim| worth(ReplicaId(slot as u32), victim));
     }
 
+    /// The engine told how much of a prompt it had, of a request that it is serving: `reported` leading blocks of `keys` where
+    /// `believed` were expected. What it proves is put in, what it disproves goes: with a missing block all that hangs on it, unless
+    /// the engine's events say otherwise. The prompt itself is there by now in any case.
+    pub fn report_hit(&mut self, replica: ReplicaId, keys: &[BlockKey], believed: usize, reported: usize, now: Time) {
+        let (believed, reported) = (believed.min(keys.len()), reported.min(keys.len()));
+        if self.errors.len() <= replica.index() {
+            self.errors.resize_with(replica.index() + 1, HitError::default);
+        }
+        let error = &mut self.errors[replica.index()];
+        error.requests += 1;
+        error.believed += believed as u64;
+        error.reported += reported as u64;
+        error.missing += believed.saturating_sub(reported) as u64;
+        error.unforeseen += reported.saturating_sub(believed) as u64;
+        if reported > believed {
+            self.expect(replica, &keys[..reported], now);
+        } else if reported < believed {
+            self.stream(replica);
+            self.caches.disprove(replica.index(), &keys[reported..]);
+        }
+    }
+
     // Questions
 
     /// Leading blocks of `keys` that each replica holds, by the index of its id; shorter than the fleet when the last ones hold none.
@@ -255,7 +305,7 @@ impl FleetIndex {
 
     /// Whether batches of the replica's events are missing.
     pub fn doubtful(&self, replica: ReplicaId) -> bool {
-        self.streams.get(replica.index()).is_some_and(|stream| stream.doubtful)
+        self.streams.get(replica.index()).is_some_and(Stream::doubtful)
     }
 
     /// Whether the replica ever sent events in its present life.
@@ -266,6 +316,11 @@ impl FleetIndex {
     /// Blocks stored under a parent that the index never saw, or no longer has; they cannot be named. A gap makes them, or the bound.
     pub fn orphans(&self, replica: ReplicaId) -> u64 {
         self.streams.get(replica.index()).map_or(0, |stream| stream.orphans)
+    }
+
+    /// How wrong the index was about the replica since the fleet was set up.
+    pub fn hit_error(&self, replica: ReplicaId) -> HitError {
+        self.errors.get(replica.index()).copied().unwrap_or_default()
     }
 
     /// Distinct blocks known in the fleet.
@@ -319,8 +374,6 @@ impl FleetIndex {
             let Some(batch) = stream.pending.remove(&next) else { break };
             self.take_in(replica, &batch, now);
         }
-        let stream = self.stream(replica);
-        stream.doubtful = stream.lost || !stream.pending.is_empty();
     }
 
     fn take_in(&mut self, replica: ReplicaId, batch: &KvEventBatch, now: Time) {
@@ -335,13 +388,19 @@ impl FleetIndex {
                     let root = domain.root();
                     self.store(replica, root, hashes, *parent, tokens, *block_size, now);
                 }
-                KvEvent::Removed { hashes } => hashes.iter().for_each(|hash| self.caches.remove(replica.index(), *hash)),
+                KvEvent::Removed { hashes } => {
+                    for hashes in hashes.chunks(AT_ONCE) {
+                        self.caches.warm_removed(replica.index(), hashes);
+                        for hash in hashes {
+                            self.caches.remove(replica.index(), *hash);
+                        }
+                    }
+                }
                 KvEvent::Cleared => {
                     let pending = std::mem::take(&mut self.stream(replica).pending);
                     self.drop_entries(replica);
                     let stream = self.stream(replica);
                     (stream.next_sequence, stream.last_timestamp_s) = (batch.sequence + 1, batch.timestamp_s);
-                    stream.doubtful = !pending.is_empty();
                     stream.pending = pending;
                 }
             }
@@ -365,13 +424,18 @@ impl FleetIndex {
             self.streams[slot].orphans += hashes.len() as u64;
             return;
         }
-        let mut before = place.map_or(root, |place| self.caches.key_at(place));
-        for (done, (hash, tokens)) in hashes.iter().zip(tokens.chunks_exact(block_size.get() as usize)).enumerate() {
-            before = before.child(tokens);
-            place = self.caches.confirm(slot, before, *hash, place, now);
-            if place.is_none() {
-                self.streams[slot].orphans += (hashes.len() - done) as u64;
-                return;
+        let before = place.map_or(root, |place| self.caches.key_at(place));
+        let keys = chain_keys(before, tokens, block_size);
+        let mut left = hashes.len().min(keys.len());
+        for (keys, hashes) in keys.chunks(AT_ONCE).zip(hashes.chunks(AT_ONCE)) {
+            self.caches.warm_stored(slot, keys, hashes);
+            for (key, hash) in keys.iter().zip(hashes) {
+                place = self.caches.confirm(slot, *key, *hash, place, now);
+                if place.is_none() {
+                    self.streams[slot].orphans += left as u64;
+                    return;
+                }
+                left -= 1;
             }
         }
     }

@@ -1,7 +1,7 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use baton_cost::StepCoefficients;
-use baton_kv::{Applied, BlockKey, FleetIndex, KvEvent, KvEventBatch};
+use baton_kv::{Applied, BlockKey, FleetIndex, KvEvent, KvEventBatch, SnapshotError};
 use baton_units::{Blocks, DurationMs, Incarnation, ReplicaId, RequestId, Time, Tokens};
 
 use crate::{
@@ -93,6 +93,8 @@ pub(crate) struct Flight {
     sent_at: Time,
     /// Its first token came.
     pub(crate) started: bool,
+    /// Its engine told how much of the prompt it had.
+    hit_told: bool,
     pub(crate) output: u32,
     /// Blocks beside the full blocks of the prompt.
     pub(crate) private_blocks: u32,
@@ -174,6 +176,19 @@ impl Router {
         };
         self.make_room(batch.events.iter().map(stored).sum(), now);
         self.index.apply(id, incarnation, batch, now)
+    }
+
+    /// What is known of a replica's cache, to be kept over a restart of the router; see [`FleetIndex::snapshot`].
+    pub fn snapshot(&self, id: ReplicaId, now: Time) -> Vec<u8> {
+        self.index.snapshot(id, now)
+    }
+
+    /// Takes in what was known of a replica's cache `age` ago, right after the replica joined with the incarnation that it had then; see
+    /// [`FleetIndex::restore`]. Returns the blocks that are believed in again.
+    pub fn restore(&mut self, id: ReplicaId, snapshot: &[u8], age: Duration, now: Time) -> Result<usize, SnapshotError> {
+        let held = self.index.restore(id, snapshot, age, now)?;
+        self.trim(id, now);
+        Ok(held)
     }
 
     /// Goes on without batches that cannot be replayed; the replica's hits count half until its cache is cleared.
@@ -289,10 +304,14 @@ impl Router {
             record.regret_ms = Some((ttft_ms - best).max(0.0));
         });
         self.held.stale = true;
+        if let Some(cached) = cached {
+            self.correct_index(request, cached);
+        }
     }
 
-    /// The engine told after its first token how much of the prompt it had; kept on the decision's record.
+    /// The engine told after its first token how much of the prompt it had.
     pub fn cached_tokens(&mut self, request: RequestId, cached: Tokens) {
+        self.correct_index(request, cached);
         self.log.update(request, |record| record.realised.cached_tokens = Some(cached));
     }
 
@@ -629,6 +648,7 @@ impl Router {
             session: arrival.session,
             sent_at: now,
             started: false,
+            hit_told: false,
             output: 0,
             private_blocks: 0,
             copy: false,
@@ -652,6 +672,7 @@ impl Router {
             session: None,
             sent_at: now,
             started: false,
+            hit_told: false,
             output: 0,
             private_blocks: 0,
             copy: true,
@@ -673,6 +694,21 @@ impl Router {
         self.index.pin(flight.replica, &flight.keys, now, |seen| self.reuse.see(seen));
         self.trim(flight.replica, now);
         self.flights.insert(request, flight);
+    }
+
+    /// The engine's first word on how much of a prompt it had, of a request in flight.
+    fn correct_index(&mut self, request: RequestId, cached: Tokens) {
+        let Some(flight) = self.flights.get_mut(&request) else { return };
+        if std::mem::replace(&mut flight.hit_told, true) {
+            return;
+        }
+        let (id, keys) = (flight.replica, flight.keys.clone());
+        let (depth, prompt) = (flight.depth, flight.prompt);
+        let Some(replica) = live_replica(&mut self.replicas, flight).filter(|replica| replica.state != ReplicaState::Dead) else { return };
+        let size = replica.spec.block_size;
+        let believed = replica.hit_tokens(depth, prompt).full_blocks(size);
+        let now = replica.ledger.at();
+        self.index.report_hit(id, &keys, believed.0 as usize, cached.full_blocks(size).0 as usize, now);
     }
 
     /// Lets go in the index of what the replica's engine must have evicted, unless the engine itself tells its evictions.

@@ -338,6 +338,57 @@ fn events_correct_what_dispatches_made_the_router_believe() {
 }
 
 #[test]
+fn what_was_known_of_a_cache_outlives_the_router_and_counts_half_until_its_stream_goes_on() {
+    let batch = |sequence: u64, text: u32| KvEventBatch {
+        sequence,
+        timestamp_s: sequence as f64,
+        events: vec![KvEvent::Stored {
+            hashes: keys(text, 1600).iter().map(|key| EngineHash(key.0)).collect(),
+            parent: None,
+            tokens: (0..1600).map(|place| text * 100_000 + place).collect(),
+            block_size: SIZE,
+            adapter: None,
+            salt: None,
+        }],
+        dp_rank: None,
+    };
+    let mut before = router(PolicyName::Price, OWN_ONLY, 2);
+    before.kv_events(ReplicaId(1), Incarnation(1), &batch(0, 1), ms(10.0));
+    let snapshot = before.snapshot(ReplicaId(1), ms(60.0));
+
+    let mut after = router(PolicyName::Price, OWN_ONLY, 2);
+    assert_eq!(after.restore(ReplicaId(1), &snapshot, Duration::from_secs(5), Time::ZERO), Ok(100));
+    assert_eq!(after.index().next_sequence(ReplicaId(1)), 1);
+    let (cold, warm) = (step().prefill_ms(Tokens(1610), Tokens(0)), step().prefill_ms(Tokens(10), Tokens(1600)));
+    after.place(arrival(1, 1, 1610), ms(1.0));
+    assert!((total_ms(&after, 1, 1) - 0.5 * (cold + warm)).abs() < 1e-9, "doubtful");
+    end(&mut after, 1, ms(2.0));
+    after.kv_events(ReplicaId(1), Incarnation(1), &batch(1, 2), ms(500.0));
+    after.place(arrival(2, 1, 1610), ms(1000.0));
+    assert!((total_ms(&after, 2, 1) - warm).abs() < 1e-9, "certain again");
+    let next_life = ReplicaSpec { incarnation: Incarnation(2), ..spec(1) };
+    after.upsert_replica(next_life, ms(1100.0));
+    assert!(after.restore(ReplicaId(1), &snapshot, Duration::from_secs(5), ms(1100.0)).is_err(), "of a former life");
+    assert_eq!(after.index().blocks_held(ReplicaId(1)), 0);
+}
+
+#[test]
+fn a_reported_hit_corrects_the_index_and_its_error_is_known() {
+    let mut router = router(PolicyName::Price, OWN_ONLY, 1);
+    for (request, tokens) in [(1, 1600), (2, 800)] {
+        send(&mut router, request, 1, tokens, 0, 1, ms(0.0));
+        end(&mut router, request, ms(100.0));
+    }
+    // The engine evicted all but the first ten blocks, so the longer chain cannot be there.
+    send(&mut router, 3, 1, 800, 0, 1, ms(200.0));
+    router.first_token(RequestId(3), Some(Tokens(160)), ms(210.0));
+    assert_eq!(router.index().matches(&keys(1, 1600)), [50]);
+    router.cached_tokens(RequestId(3), Tokens(0));
+    let error = router.index().hit_error(ReplicaId(0));
+    assert_eq!((error.requests, error.believed, error.reported, error.missing), (1, 49, 10, 39), "the last block is always computed");
+}
+
+#[test]
 fn a_hit_counts_half_while_events_are_missing() {
     let mut router = router(PolicyName::Price, OWN_ONLY, 1);
     assert_eq!(chosen(&router.place(arrival(1, 1, 4000), Time::ZERO)), 0);

@@ -1,9 +1,12 @@
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    time::Duration,
+};
 
 use baton_units::Time;
 use hashbrown::HashTable;
 
-use super::holders::HolderTable;
+use super::{holders::HolderTable, snapshot::Entry};
 use crate::{BlockKey, EngineHash};
 
 const NONE: u32 = u32::MAX;
@@ -362,6 +365,28 @@ impl Caches {
         self.nodes[place as usize].key
     }
 
+    /// Loads what [`Self::confirm`] of these blocks will need, so that the waits for memory overlap.
+    pub(super) fn warm_stored(&self, slot: usize, keys: &[BlockKey], hashes: &[EngineHash]) {
+        let mut loaded = 0;
+        for (key, hash) in keys.iter().zip(hashes) {
+            loaded ^= self.holders.shared().warm(*key);
+            loaded ^= u64::from(self.by_key.find(mix(slot, key.0), |_| false).is_some());
+            loaded ^= u64::from(self.by_hash.find(mix(slot, hash.0), |_| false).is_some());
+        }
+        std::hint::black_box(loaded);
+    }
+
+    /// As [`Self::warm_stored`], for [`Self::remove`].
+    pub(super) fn warm_removed(&self, slot: usize, hashes: &[EngineHash]) {
+        let mut loaded = 0;
+        for place in hashes.iter().filter_map(|hash| self.place_of(slot, *hash)) {
+            let key = self.nodes[place as usize].key;
+            loaded ^= self.holders.shared().warm(key);
+            loaded ^= u64::from(self.by_key.find(mix(slot, key.0), |_| false).is_some());
+        }
+        std::hint::black_box(loaded);
+    }
+
     /// The engine stored `key`, which it calls `hash`, after the block at `parent`. `None` when the bound leaves no room.
     pub(super) fn confirm(&mut self, slot: usize, key: BlockKey, hash: EngineHash, parent: Option<u32>, now: Time) -> Option<u32> {
         if let Some(place) = self.place_of(slot, hash) {
@@ -419,6 +444,28 @@ impl Caches {
         }
     }
 
+    /// The blocks of `gone` were not there when a request came that has computed them since. So what hangs on them is not there
+    /// either, but for what the engine told of or a request keeps.
+    pub(super) fn disprove(&mut self, slot: usize, gone: &[BlockKey]) {
+        let mut lost: HashSet<u32> = gone.iter().filter_map(|key| self.find(slot, *key)).collect();
+        let mut hanging = Vec::new();
+        // From the youngest on, parents come before children.
+        for list in [1, 0] {
+            let mut at = self.replicas[slot].lists[list].youngest;
+            while at != NONE {
+                let node = &self.nodes[at as usize];
+                if node.hashes == 0 && lost.contains(&node.parent) && lost.insert(at) {
+                    hanging.push(at);
+                }
+                at = node.older;
+            }
+        }
+        for at in hanging.into_iter().rev() {
+            self.drop_belief(at);
+            self.take_out(at);
+        }
+    }
+
     /// Drops all of a replica's blocks.
     pub(super) fn clear(&mut self, slot: usize) {
         for list in 0..LISTS {
@@ -436,6 +483,82 @@ impl Caches {
         self.aliases.retain(|(of, _), _| *of as usize != slot);
         self.replicas[slot] = Cache::default();
         self.holders.set_holes(slot, false);
+    }
+
+    // Snapshots
+
+    /// What is believed of the replica, each block after its parent. A block of several engine hashes keeps one, and one whose parent
+    /// is not believed in is left out.
+    pub(super) fn entries(&self, slot: usize, now: Time) -> Vec<Entry> {
+        let Some(cache) = self.replicas.get(slot) else { return Vec::new() };
+        let mut entries = Vec::with_capacity(cache.held);
+        let mut written: HashMap<u32, u32> = HashMap::with_capacity(cache.held);
+        let mut path = Vec::new();
+        // From the youngest on, parents come before children, but for the list that has no order.
+        for list in [KEPT, 1, 0] {
+            let mut place = cache.lists[list].youngest;
+            while place != NONE {
+                let mut at = place;
+                while at != NONE && !written.contains_key(&at) && self.nodes[at as usize].held() {
+                    path.push(at);
+                    at = self.nodes[at as usize].parent;
+                }
+                let complete = at == NONE || written.contains_key(&at);
+                for at in path.drain(..).rev().filter(|_| complete) {
+                    let node = &self.nodes[at as usize];
+                    written.insert(at, entries.len() as u32);
+                    entries.push(Entry {
+                        key: node.key,
+                        parent: written.get(&node.parent).copied(),
+                        idle: idle(node.used, stamp_of(now)),
+                        reused: node.has(REUSED),
+                        stored: (node.copies > 0).then_some((node.hash, node.copies)),
+                    });
+                }
+                place = self.nodes[place as usize].older;
+            }
+        }
+        entries
+    }
+
+    /// Takes in entries, written down `age` ago, of a replica that has none, as far as there is room.
+    pub(super) fn restore(&mut self, slot: usize, entries: &[Entry], age: Duration, now: Time) {
+        let mut places: Vec<u32> = Vec::with_capacity(entries.len());
+        for entry in entries {
+            places.push(self.restore_entry(slot, entry, &places, age, now).unwrap_or(NONE));
+        }
+        places.retain(|place| *place != NONE);
+        places.sort_by_key(|place| {
+            let node = &self.nodes[*place as usize];
+            (node.used, std::cmp::Reverse(node.depth), node.key)
+        });
+        for place in places {
+            self.append(place);
+        }
+    }
+
+    fn restore_entry(&mut self, slot: usize, entry: &Entry, places: &[u32], age: Duration, now: Time) -> Option<u32> {
+        let parent = entry.parent.map_or(NONE, |parent| places[parent as usize]);
+        if entry.parent.is_some() && parent == NONE || self.find(slot, entry.key).is_some() {
+            return None;
+        }
+        let idle = u64::try_from((entry.idle + age).as_nanos()).unwrap_or(u64::MAX);
+        let depth = if parent == NONE { 0 } else { self.nodes[parent as usize].depth + 1 };
+        let place = self.add(slot, entry.key, parent, depth, stamp_of(now).saturating_sub(idle))?;
+        self.nodes[place as usize].flags |= if entry.reused { REUSED } else { 0 };
+        match entry.stored {
+            Some((hash, copies)) => {
+                self.name(slot, place, hash);
+                let node = &mut self.nodes[place as usize];
+                (node.copies, node.hashes) = (copies.max(1), 1);
+            }
+            None => self.nodes[place as usize].flags |= EXPECTED,
+        }
+        self.take_hold(place);
+        if parent != NONE {
+            self.follow(self.nodes[parent as usize].key, entry.key);
+        }
+        Some(place)
     }
 
     // Eviction

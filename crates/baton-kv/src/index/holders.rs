@@ -94,6 +94,13 @@ impl Holders {
             && self.find(key).is_some_and(|place| self.word(place, slot / 64).load(Ordering::Relaxed) >> (slot % 64) & 1 == 1)
     }
 
+    /// Loads what a look-up of the key will need, and waits for nothing.
+    pub(super) fn warm(&self, key: BlockKey) -> u64 {
+        let [first, second] = self.choices(stored(key));
+        let load = |bucket| self.key(Place { bucket, way: 0 }).load(Ordering::Relaxed);
+        load(first) ^ load(second)
+    }
+
     fn find(&self, key: BlockKey) -> Option<Place> {
         let key = stored(key);
         let [first, second] = self.choices(key);

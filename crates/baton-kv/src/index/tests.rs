@@ -420,6 +420,163 @@ fn memory_of_many_blocks_is_within_the_configured_bytes() {
     assert!(index.evicted_for_room() > 0 && index.len() > index.blocks_max() / 2);
 }
 
+/// A batch that stores a chain from its start.
+fn stored(sequence: u64, digits: &[u32]) -> KvEventBatch {
+    let event = KvEvent::Stored {
+        hashes: keys(digits).into_iter().map(hash).collect(),
+        parent: None,
+        tokens: chain(digits),
+        block_size: SIZE,
+        adapter: None,
+        salt: None,
+    };
+    KvEventBatch { sequence, timestamp_s: sequence as f64, events: vec![event], dp_rank: None }
+}
+
+proptest! {
+    /// What comes back from a snapshot is believed as before and goes in the same order, and the engine's names are still known.
+    #[test]
+    fn a_snapshot_brings_everything_back(
+        chains in prop::collection::vec((prop::collection::vec(0u32..3, 1..8), any::<bool>(), any::<bool>()), 1..30),
+        cut in 0usize..10_000,
+    ) {
+        let (replica, life, lifetime) = (ReplicaId(3), Incarnation(7), Duration::from_mins(10));
+        let mut index = FleetIndex::new("m", lifetime, BYTES);
+        index.restart(replica, life);
+        let (mut sequence, mut now) = (0, Time::ZERO);
+        for (digits, told, keep) in &chains {
+            now += Duration::from_secs(1);
+            if *told {
+                index.apply(replica, life, &stored(sequence, digits), now);
+                sequence += 1;
+            } else {
+                index.pin(replica, &keys(digits), now, |_| {});
+                if !keep {
+                    index.unpin(replica, &keys(digits), &keys(digits), true, now);
+                }
+            }
+        }
+        let bytes = index.snapshot(replica, now);
+        // The other run has just begun, and some time has passed.
+        let (age, begin) = (Duration::from_secs(20), Time(5));
+        let mut other = FleetIndex::new("m", lifetime, BYTES);
+        other.restart(replica, life);
+        let held = other.restore(replica, &bytes, age, begin).unwrap();
+        prop_assert_eq!(held, index.blocks_held(replica));
+        prop_assert_eq!(other.next_sequence(replica), sequence);
+        prop_assert_eq!(other.doubtful(replica), sequence > 0, "nothing is certain before the stream goes on");
+        for (digits, ..) in &chains {
+            prop_assert_eq!(other.matches(&keys(digits)), index.matches(&keys(digits)));
+            for key in keys(digits) {
+                prop_assert_eq!(other.confirmed(replica, key), index.confirmed(replica, key));
+            }
+        }
+        // Every name is known: the engine can take all of it back.
+        if sequence > 0 {
+            let hashes = chains.iter().flat_map(|(digits, ..)| keys(digits)).map(hash);
+            let hashes: Vec<EngineHash> = hashes.flat_map(|hash| std::iter::repeat_n(hash, chains.len())).collect();
+            let removed = KvEventBatch { sequence, timestamp_s: 1e9, events: vec![KvEvent::Removed { hashes }], dp_rank: None };
+            prop_assert_eq!(other.apply(replica, life, &removed, begin), Applied::Ok);
+            index.apply(replica, life, &removed, now);
+            prop_assert!(!other.doubtful(replica));
+        }
+        let order = |index: &FleetIndex, now| index.victims(replica, now).map(|victim| (victim.depth, victim.reused)).collect::<Vec<_>>();
+        if chains.iter().all(|(_, told, keep)| *told || !keep) {
+            prop_assert_eq!(order(&other, begin), order(&index, now));
+        }
+        // What is told by nobody ends when it would have.
+        other.expire(begin + lifetime.saturating_sub(age));
+        prop_assert_eq!(other.blocks_held(replica), 0);
+        // Damage is noticed wherever it is.
+        let mut damaged = bytes.clone();
+        let at = cut % damaged.len();
+        damaged[at] ^= 1;
+        prop_assert_eq!(FleetIndex::new("m", lifetime, BYTES).restore(replica, &damaged, age, begin), Err(SnapshotError::Malformed));
+        prop_assert_eq!(FleetIndex::new("m", lifetime, BYTES).restore(replica, &bytes[..at], age, begin), Err(SnapshotError::Malformed));
+    }
+}
+
+fn restored(bytes: &[u8], life: u64) -> (FleetIndex, Result<usize, SnapshotError>) {
+    let mut index = FleetIndex::new("m", LIFETIME, BYTES);
+    index.restart(ReplicaId(0), Incarnation(life));
+    let outcome = index.restore(ReplicaId(0), bytes, Duration::from_secs(3), Time::ZERO);
+    (index, outcome)
+}
+
+fn snapshot_of_two_batches() -> Vec<u8> {
+    let (mut index, replica) = (FleetIndex::new("m", LIFETIME, BYTES), ReplicaId(0));
+    index.restart(replica, Incarnation(4));
+    index.apply(replica, Incarnation(4), &stored(0, &[1, 2]), Time::ZERO);
+    index.apply(replica, Incarnation(4), &stored(1, &[1, 3]), Time::ZERO);
+    index.snapshot(replica, Time::ZERO)
+}
+
+#[test]
+fn a_snapshot_of_another_life_is_dropped() {
+    let (index, outcome) = restored(&snapshot_of_two_batches(), 5);
+    assert_eq!(outcome, Err(SnapshotError::OtherIncarnation { expected: Incarnation(5), found: Incarnation(4) }));
+    assert!(index.is_empty());
+}
+
+#[test]
+fn a_restored_replica_is_doubtful_until_its_stream_is_seen_to_go_on() {
+    let (replica, life, bytes) = (ReplicaId(0), Incarnation(4), snapshot_of_two_batches());
+    let begin = || {
+        let (index, outcome) = restored(&bytes, 4);
+        assert_eq!((outcome, index.next_sequence(replica), index.doubtful(replica)), (Ok(3), 2, true));
+        index
+    };
+    // Nothing was missed: the next batch is the one after, or the engine repeats its last one.
+    let mut index = begin();
+    assert_eq!(index.apply(replica, life, &stored(2, &[1, 2, 2]), Time::ZERO), Applied::Ok);
+    assert!(!index.doubtful(replica));
+    let mut index = begin();
+    assert_eq!(index.apply(replica, life, &stored(0, &[1, 2]), Time::ZERO), Applied::Ignored);
+    assert!(index.doubtful(replica), "an old batch proves nothing of the last one");
+    assert_eq!(index.apply(replica, life, &stored(1, &[1, 3]), Time::ZERO), Applied::Ignored);
+    assert!(!index.doubtful(replica));
+    // Batches were missed, and come by replay.
+    let mut index = begin();
+    assert_eq!(index.apply(replica, life, &stored(4, &[2]), Time::ZERO), Applied::Gap { expected: 2, got: 4 });
+    for sequence in [2, 3] {
+        assert!(index.doubtful(replica));
+        index.apply(replica, life, &stored(sequence, &[3, 3]), Time::ZERO);
+    }
+    assert!(!index.doubtful(replica) && index.matches(&keys(&[2])) == [1]);
+    // They cannot be had: it stays doubtful until its cache is cleared.
+    let mut index = begin();
+    index.apply(replica, life, &stored(4, &[2]), Time::ZERO);
+    index.skip_gap(replica, Time::ZERO);
+    index.apply(replica, life, &stored(5, &[2]), Time::ZERO);
+    assert!(index.doubtful(replica));
+    let cleared = KvEventBatch { events: vec![KvEvent::Cleared], ..stored(6, &[2]) };
+    index.apply(replica, life, &cleared, Time::ZERO);
+    assert!(!index.doubtful(replica) && index.is_empty());
+    // Its engine began anew without a word.
+    let mut index = begin();
+    let anew = KvEventBatch { timestamp_s: 99.0, ..stored(0, &[2]) };
+    assert_eq!(index.apply(replica, life, &anew, Time::ZERO), Applied::Restarted);
+    assert_eq!((index.blocks_held(replica), index.doubtful(replica)), (1, false));
+}
+
+#[test]
+fn a_reported_hit_proves_and_disproves_blocks() {
+    let (replica, now) = (ReplicaId(0), Time::ZERO);
+    let mut index = FleetIndex::new("m", Duration::from_mins(1), BYTES);
+    let (asked, beside, told) = (keys(&[1, 2, 3, 4]), keys(&[1, 2, 5, 6]), keys(&[1, 2, 7]));
+    index.expect(replica, &beside, now);
+    index.apply(replica, Incarnation(0), &stored(0, &[1, 2, 7]), now);
+    index.pin(replica, &asked, now, |_| {});
+    index.report_hit(replica, &asked, 2, 1, now);
+    assert_eq!(index.matches(&asked), [4], "the request computes its prompt");
+    assert_eq!(index.matches(&beside), [2], "what hung on the missing block is gone");
+    assert_eq!(index.matches(&told), [3], "the engine's own word counts more");
+    index.forget(replica, asked[3]);
+    index.report_hit(replica, &asked, 3, 4, now);
+    assert_eq!(index.matches(&asked), [4]);
+    assert_eq!(index.hit_error(replica), HitError { requests: 2, believed: 5, reported: 5, missing: 1, unforeseen: 1 });
+}
+
 #[test]
 fn a_prefix_branches_where_two_different_blocks_follow_it() {
     let mut index = FleetIndex::new("m", LIFETIME, BYTES);
