@@ -1,3 +1,8 @@
+/// Free replicas beyond which one less makes no small request wait.
+const CROWD_MAX: usize = 16;
+/// What takes less than this share of some work is small beside it.
+const SMALL_SHARE: f64 = 0.5;
+
 /// Prefill work queued on one replica, and what a prompt waits there.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Backlog {
@@ -51,6 +56,8 @@ pub(crate) struct Delays {
     /// By the number of queues that are over: what the others offer.
     busy: Vec<Busy>,
     by_place: Vec<f64>,
+    /// Least cost of each that may come, in order, and sums over them.
+    small: Vec<f64>,
 }
 
 /// A candidate before and after the work, by the end of its backlog.
@@ -77,7 +84,7 @@ impl Delays {
     /// how much later it ends with `work_ms[k]` more on candidate k. One replica gives `rate * (B c + c^2 / 2)`; while two equal
     /// replicas are idle the next arrival is not delayed at all.
     ///
-    /// The integral is exact. Where a prompt that comes at `t` would end is a constant or falls with `t` on each replica, so the
+    /// The integral is exact; what small requests wait for each other ([`Self::add_crowding`]) comes on top. Where a prompt that comes at `t` would end is a constant or falls with `t` on each replica, so the
     /// earliest end is a minimum of one least constant (replicas idle by then), one least falling line (the others) and, where chunks
     /// interleave, one more constant; only the owners of these three are missed by anyone, and each until their second bests take over.
     pub(crate) fn compute<'a>(
@@ -87,6 +94,12 @@ impl Delays {
         coming: impl ExactSizeIterator<Item = Coming<'a>>,
         rate: f64,
     ) {
+        let share = rate / coming.len().max(1) as f64;
+        self.integrate(backlogs, work_ms, coming, share);
+        self.add_crowding(share);
+    }
+
+    fn integrate<'a>(&mut self, backlogs: &[Backlog], work_ms: &[f64], coming: impl Iterator<Item = Coming<'a>>, share: f64) {
         self.by_place.clear();
         self.by_place.resize(backlogs.len(), 0.0);
         self.queues.clear();
@@ -97,12 +110,41 @@ impl Delays {
             work_ms,
         }));
         self.queues.sort_unstable_by(|a, b| a.before.ms.total_cmp(&b.before.ms));
-        let share = rate / coming.len().max(1) as f64;
+        self.small.clear();
         for request in coming {
             self.add(request);
+            self.small.push(request.costs.iter().copied().fold(request.elsewhere, f64::min));
         }
         for delay in &mut self.by_place {
             *delay *= share;
+        }
+        self.small.sort_unstable_by(f64::total_cmp);
+    }
+
+    /// Adds what small requests wait for each other while the work keeps them to fewer free replicas. The integral above lets each
+    /// find the fleet as it is, so two free replicas are as good to it as three; a stream of small requests that fills one of them is
+    /// of another opinion. `share`: arrivals a ms like each of the window.
+    fn add_crowding(&mut self, share: f64) {
+        let (mut crowd, mut of_work) = (Crowd::default(), f64::NAN);
+        for (place, queue) in self.queues.iter().enumerate() {
+            let (work, mut from) = (queue.work_ms, queue.before.ms);
+            let mut free = place + 1;
+            while self.queues.get(free).is_some_and(|next| next.before.ms <= from) {
+                free += 1;
+            }
+            if work <= 0.0 || free > CROWD_MAX {
+                continue;
+            }
+            if work.to_bits() != of_work.to_bits() {
+                let small = self.small.iter().take_while(|cost| **cost < SMALL_SHARE * work);
+                (crowd, of_work) = (Crowd::new(small, share, work), work);
+            }
+            let end = from + work;
+            while from < end && free <= CROWD_MAX {
+                let to = self.queues.get(free).map_or(end, |next| next.before.ms.min(end));
+                self.by_place[queue.place] += (to - from) * crowd.lost(free);
+                (from, free) = (to, free + 1);
+            }
         }
     }
 
@@ -113,7 +155,7 @@ impl Delays {
 
     /// Adds the integrals for arrivals that are all like `request`.
     fn add(&mut self, request: Coming<'_>) {
-        let Self { queues, costs, busy, by_place } = self;
+        let Self { queues, costs, busy, by_place, .. } = self;
         costs.clear();
         costs.extend(queues.iter().map(|queue| request.costs[queue.place]));
         busy.clear();
@@ -160,6 +202,38 @@ impl Delays {
             }
             from = to;
         }
+    }
+}
+
+/// Delay a ms of small requests on so many replicas, the first alone at place 1.
+#[derive(Debug, Default)]
+struct Crowd([f64; CROWD_MAX + 1]);
+
+impl Crowd {
+    /// Small requests of these costs, each coming `share` times a ms, for the next `horizon` ms.
+    ///
+    /// The mean wait on m servers is Sakasegawa's (1977; exact for one server: Pollaczek-Khinchine) where there is one, and no more
+    /// than what builds up from nothing within the horizon: the mean of a reflected Brownian motion, and the excess of work.
+    fn new<'a>(costs: impl Iterator<Item = &'a f64>, share: f64, horizon: f64) -> Self {
+        let (count, sum, squares) =
+            costs.fold((0.0, 0.0, 0.0), |(count, sum, squares), cost| (count + 1.0, sum + cost, squares + cost * cost));
+        let (rate, load) = (share * count, share * sum);
+        if load <= 0.0 {
+            return Self::default();
+        }
+        let wait = |servers: f64| {
+            let busy = load / servers;
+            let spread = (2.0 * share * squares / servers * horizon / std::f64::consts::PI).sqrt();
+            let built_up = 2.0 / 3.0 * spread + (busy - 1.0).max(0.0) * horizon / 2.0;
+            let steady = squares / (2.0 * sum) * busy.powf((2.0 * (servers + 1.0)).sqrt() - 1.0) / (servers * (1.0 - busy));
+            if busy < 1.0 { steady.min(built_up) } else { built_up }
+        };
+        Self(std::array::from_fn(|servers| if servers == 0 { 0.0 } else { rate * wait(servers as f64) }))
+    }
+
+    /// Delay a ms with one of `free` replicas less. The last one is not for here: who finds none free waits for one, in the integral.
+    fn lost(&self, free: usize) -> f64 {
+        if free < 2 { 0.0 } else { (self.0[free - 1] - self.0[free]).max(0.0) }
     }
 }
 
@@ -268,8 +342,32 @@ mod tests {
 
     #[test]
     fn nobody_is_delayed_while_another_equal_replica_is_idle() {
-        let delays = delays(&[0.0, 0.0, 70.0], &[500.0; 3], &[vec![10.0; 3], vec![200.0; 3]], 0.2);
+        let delays = delays(&[0.0, 0.0, 70.0], &[500.0; 3], &[vec![300.0; 3], vec![400.0; 3]], 0.2);
         assert_eq!(delays[..2], [0.0, 0.0]);
+    }
+
+    #[test]
+    fn a_stream_of_small_requests_is_left_as_many_replicas_as_it_fills() {
+        // 0.11 a ms of 9 ms each: one replica's whole time.
+        let of_free = |free: usize| {
+            let mut backlog = vec![1000.0; 8];
+            backlog[..free].fill(0.0);
+            delays(&backlog, &[2000.0; 8], &[vec![9.0; 8]], 0.11)[0]
+        };
+        // A long prompt waits a second rather than leave one replica to them, and some ms rather than leave two.
+        assert!(of_free(2) > 3000.0, "{}", of_free(2));
+        assert!(of_free(3) > 30.0 && of_free(3) < 0.1 * of_free(2), "{}", of_free(3));
+        assert!(of_free(5) < 30.0, "{}", of_free(5));
+    }
+
+    #[test]
+    fn small_requests_on_one_replica_wait_as_pollaczek_and_khinchine_say() {
+        let costs = [4.0, 12.0, 20.0];
+        let share = 0.02;
+        let crowd = Crowd::new(costs.iter(), share, 1e9);
+        let (load, squares) = (share * 36.0, share * 560.0);
+        let wait = squares / (2.0 * (1.0 - load));
+        assert!((crowd.0[1] - 3.0 * share * wait).abs() < 1e-9);
     }
 
     #[test]
@@ -289,8 +387,10 @@ mod tests {
                 if interleaved { interleaving } else { Backlog::in_order(ms) }
             };
             let backlogs: Vec<Backlog> = backlogs.iter().enumerate().map(backlog).collect();
-            let exact = of(&backlogs, &work, &recent, 0.1);
-            for (got, want) in exact.iter().zip(by_definition(&backlogs, &work, &recent, 0.1)) {
+            let mut exact = Delays::default();
+            let coming = recent.iter().map(|costs| Coming { costs, elsewhere: f64::INFINITY });
+            exact.integrate(&backlogs, &work, coming, 0.1 / recent.len() as f64);
+            for (got, want) in exact.by_place.iter().zip(by_definition(&backlogs, &work, &recent, 0.1)) {
                 prop_assert!((got - want).abs() <= 1e-3 * (1.0 + want), "{got} for {want}");
             }
         }
