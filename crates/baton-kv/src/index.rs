@@ -1,9 +1,11 @@
-use std::{collections::BTreeMap, hash::Hasher, time::Duration};
+use std::{collections::BTreeMap, hash::Hasher, sync::Arc, time::Duration};
 
+use arc_swap::ArcSwap;
 use baton_units::{BlockSize, Bytes, Incarnation, ReplicaId, Time};
 
 use crate::{BlockKey, EngineHash, KeyDomain, KvEvent, KvEventBatch, chain_keys};
 use caches::Caches;
+use holders::Holders;
 
 pub use caches::{Use, Victim};
 pub use snapshot::SnapshotError;
@@ -31,6 +33,19 @@ pub struct FleetIndex {
     caches: Caches,
     streams: Vec<Stream>,
     errors: Vec<HitError>,
+}
+
+/// Matches from any thread while the index changes elsewhere: nobody waits, and a match sees each block as it is or was a moment ago.
+#[derive(Debug, Clone)]
+pub struct IndexReader {
+    holders: Arc<ArcSwap<Holders>>,
+}
+
+impl IndexReader {
+    /// As [`FleetIndex::matches_into`].
+    pub fn matches_into(&self, keys: &[BlockKey], depths: &mut Vec<u32>) {
+        search::matches(&self.holders.load(), keys, depths);
+    }
 }
 
 /// What became of a batch of events.
@@ -246,6 +261,11 @@ impl FleetIndex {
     /// As [`Self::matches`], into a vector that is kept between calls. Some `log2(keys)` look-ups for each different depth.
     pub fn matches_into(&self, keys: &[BlockKey], depths: &mut Vec<u32>) {
         search::matches(self.caches.holders.shared(), keys, depths);
+    }
+
+    /// For matches from other threads.
+    pub fn reader(&self) -> IndexReader {
+        IndexReader { holders: self.caches.holders.published().clone() }
     }
 
     /// Whether `depths` still look like [`Self::matches`] of `keys`: checks only the blocks where a depth ends, so it can miss a hole

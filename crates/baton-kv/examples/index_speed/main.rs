@@ -3,6 +3,7 @@
 #![allow(clippy::print_stdout, clippy::disallowed_methods, reason = "a program that measures")]
 
 mod maps;
+mod others;
 
 use std::{
     collections::BTreeMap,
@@ -14,6 +15,7 @@ use baton_kv::{BlockKey, EngineHash, FleetIndex, KeyDomain, KvEvent, KvEventBatc
 use baton_units::{BlockSize, Bytes, Incarnation, ReplicaId, Time};
 
 use maps::Maps;
+use others::{Locked, Papaya};
 
 /// Blocks of one chain of the bulk: 8,000 tokens.
 const CHAIN: u64 = 500;
@@ -34,6 +36,8 @@ trait Subject {
     fn matches_into(&self, keys: &[BlockKey], depths: &mut Vec<u32>);
     /// A request with this prompt is sent and ends.
     fn book(&mut self, replica: ReplicaId, keys: &[BlockKey], now: Time);
+    /// Matches for another thread.
+    fn reader(&self) -> impl FnMut(&[BlockKey], &mut Vec<u32>) + Send + 'static;
 }
 
 impl Subject for FleetIndex {
@@ -54,6 +58,11 @@ impl Subject for FleetIndex {
         self.pin(replica, keys, now, |_| {});
         self.unpin(replica, keys, keys, true, now);
     }
+
+    fn reader(&self) -> impl FnMut(&[BlockKey], &mut Vec<u32>) + Send + 'static {
+        let reader = self.reader();
+        move |keys, depths| reader.matches_into(keys, depths)
+    }
 }
 
 fn main() {
@@ -67,6 +76,8 @@ fn main() {
     match given.get("structure").map_or("index", String::as_str) {
         "index" => run(FleetIndex::new("m", Duration::from_mins(2), Bytes(4 << 30)), part, replicas, blocks),
         "maps" => run(Maps::default(), part, replicas, blocks),
+        "papaya" => run(Papaya::default(), part, replicas, blocks),
+        "locked" => run(Locked::default(), part, replicas, blocks),
         other => panic!("no structure is called {other}"),
     }
 }
@@ -81,6 +92,7 @@ fn run(subject: impl Subject, part: &str, replicas: u64, blocks: u64) {
             bench.match_prompts("64_depths", 64, &keys);
             bench.book_prompts(&keys);
         }
+        "readers" => bench.match_while_writing(),
         other => panic!("no part is called {other}"),
     }
 }
@@ -132,21 +144,8 @@ impl<S: Subject> Bench<S> {
         println!("probe_ns {:.0}", percentile_us(&mut rounds, 0.5) * 1e3 / probes.len() as f64);
     }
 
-    /// Prompts that every replica holds a part of, with so many different lengths of the part.
     fn match_prompts(&mut self, name: &str, depths: u64, probes: &[(ReplicaId, BlockKey)]) {
-        let prompts: Vec<Vec<BlockKey>> = (0..PROMPTS)
-            .map(|prompt| {
-                let tokens = tokens(1 << 32 | depths << 16 | prompt, PROMPT);
-                let keys = chain_keys(DOMAIN.root(), &tokens, BlockSize::DEFAULT);
-                for replica in 0..self.replicas {
-                    // Not at powers of two, which a bisection would find first.
-                    let held = (replica % depths + 1) * PROMPT as u64 / depths - replica % depths % 7;
-                    let tokens = tokens[..held as usize * 16].to_vec();
-                    self.publish(ReplicaId(replica as u32), stored(&keys[..held as usize], tokens));
-                }
-                keys
-            })
-            .collect();
+        let prompts: Vec<Vec<BlockKey>> = (0..PROMPTS).map(|prompt| self.store_prompt(1 << 32 | depths << 16 | prompt, depths)).collect();
         let mut found = Vec::new();
         let mut took: Vec<Duration> = (0..MATCHES)
             .map(|turn| {
@@ -169,6 +168,51 @@ impl<S: Subject> Bench<S> {
         assert_eq!(expected.len() as u64, depths.min(self.replicas), "{expected:?}");
         println!("match_{name}_p50_us {:.1}", percentile_us(&mut took, 0.5));
         println!("match_{name}_p99_us {:.1}", percentile_us(&mut took, 0.99));
+    }
+
+    /// Matches in another thread while this one takes events in without a pause.
+    fn match_while_writing(&mut self) {
+        let prompt = self.store_prompt(1 << 34, 4);
+        let mut reader = self.subject.reader();
+        let (done, (mut took, wrong)) = std::thread::scope(|scope| {
+            let matching = scope.spawn(move || {
+                let (mut depths, mut wrong) = (Vec::new(), 0);
+                let matching = |_| {
+                    let start = Instant::now();
+                    reader(&prompt, &mut depths);
+                    let took = start.elapsed();
+                    wrong += usize::from(depths.contains(&0));
+                    std::thread::sleep(Duration::from_micros(200));
+                    took
+                };
+                ((0..MATCHES).map(matching).collect::<Vec<Duration>>(), wrong)
+            });
+            let mut done = 0;
+            while !matching.is_finished() {
+                let tokens = tokens(1 << 40 | done, CHAIN as usize);
+                let keys = chain_keys(DOMAIN.root(), &tokens, BlockSize::DEFAULT);
+                self.publish(self.home(done), stored(&keys, tokens));
+                self.publish(self.home(done), KvEvent::Removed { hashes: keys.iter().rev().map(|key| hash(*key)).collect() });
+                done += 1;
+            }
+            (done, matching.join().expect("the reader ends"))
+        });
+        assert_eq!(wrong, 0, "of {} matches while {done} chains came and went", took.len());
+        println!("read_p50_us {:.1}", percentile_us(&mut took, 0.5));
+        println!("read_p99_us {:.1}", percentile_us(&mut took, 0.99));
+    }
+
+    /// A prompt that every replica holds a part of, with so many different lengths of the part.
+    fn store_prompt(&mut self, text: u64, depths: u64) -> Vec<BlockKey> {
+        let tokens = tokens(text, PROMPT);
+        let keys = chain_keys(DOMAIN.root(), &tokens, BlockSize::DEFAULT);
+        for replica in 0..self.replicas {
+            // Not at powers of two, which a bisection would find first.
+            let held = (replica % depths + 1) * PROMPT as u64 / depths - replica % depths % 7;
+            let tokens = tokens[..held as usize * 16].to_vec();
+            self.publish(ReplicaId(replica as u32), stored(&keys[..held as usize], tokens));
+        }
+        keys
     }
 
     fn book_prompts(&mut self, probes: &[(ReplicaId, BlockKey)]) {

@@ -143,6 +143,10 @@ impl Subject for Maps {
         pins(&mut self.replicas[slot], -1);
         self.expect(slot, keys, now);
     }
+
+    fn reader(&self) -> impl FnMut(&[BlockKey], &mut Vec<u32>) + Send + 'static {
+        |_: &[BlockKey], _: &mut Vec<u32>| unreachable!("one thread only: see `locked`")
+    }
 }
 
 impl Maps {

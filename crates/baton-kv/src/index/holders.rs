@@ -3,6 +3,8 @@ use std::sync::{
     atomic::{AtomicU32, AtomicU64, Ordering},
 };
 
+use arc_swap::ArcSwap;
+
 use crate::BlockKey;
 
 /// Entries of one bucket; with up to 64 replicas a bucket is one cache line.
@@ -147,6 +149,8 @@ struct Place {
 #[derive(Debug)]
 pub(super) struct HolderTable {
     shared: Arc<Holders>,
+    /// Where readers find the present table.
+    published: Arc<ArcSwap<Holders>>,
     /// Of each place: a fingerprint of the block that followed it, and whether two different ones did.
     follow: Vec<u32>,
     len: usize,
@@ -160,11 +164,16 @@ impl HolderTable {
     }
 
     fn sized(buckets: usize, words: usize) -> Self {
-        Self { shared: Arc::new(Holders::new(buckets, words)), follow: vec![0; buckets * WAYS], len: 0, walk: 1 }
+        let shared = Arc::new(Holders::new(buckets, words));
+        Self { published: Arc::new(ArcSwap::new(shared.clone())), shared, follow: vec![0; buckets * WAYS], len: 0, walk: 1 }
     }
 
     pub(super) fn shared(&self) -> &Arc<Holders> {
         &self.shared
+    }
+
+    pub(super) fn published(&self) -> &Arc<ArcSwap<Holders>> {
+        &self.published
     }
 
     /// Distinct blocks.
@@ -364,6 +373,8 @@ impl HolderTable {
                 new.follow[place.bucket * WAYS + place.way] = self.follow[bucket * WAYS + way];
             }
         }
+        new.published = self.published.clone();
+        new.published.store(new.shared.clone());
         *self = new;
     }
 }

@@ -380,6 +380,40 @@ proptest! {
     }
 }
 
+/// Readers beside the writer, over growth and widening of the table: what lies still is matched exactly all the time.
+#[test]
+fn matches_of_what_lies_still_are_exact_while_the_index_changes() {
+    let mut index = FleetIndex::new("m", Duration::from_hours(1), Bytes(64 << 20));
+    let still = keys(&(0..100).collect::<Vec<_>>());
+    let lengths = [100, 40, 0, 73];
+    for (replica, length) in lengths.iter().enumerate() {
+        index.expect(ReplicaId(replica as u32), &still[..*length], Time::ZERO);
+    }
+    let (reader, done) = (index.reader(), std::sync::atomic::AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let matching = scope.spawn(|| {
+            let (mut depths, mut rounds) = (Vec::new(), 0);
+            while rounds < 100 || !done.load(std::sync::atomic::Ordering::Relaxed) {
+                reader.matches_into(&still, &mut depths);
+                if depths[..4] != [100, 40, 0, 73] {
+                    return Err(depths);
+                }
+                rounds += 1;
+            }
+            Ok(())
+        });
+        for text in 1..400u32 {
+            let chain = keys(&(0..20).map(|place| text << 16 | place).collect::<Vec<_>>());
+            index.expect(ReplicaId(text % 130), &chain, Time::ZERO);
+            for key in chain.iter().rev().take(10) {
+                index.forget(ReplicaId(text % 130), *key);
+            }
+        }
+        done.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert_eq!(matching.join().expect("the reader ends"), Ok(()));
+    });
+}
+
 #[test]
 fn where_chains_part_is_found_from_the_end() {
     let mut index = FleetIndex::new("m", LIFETIME, BYTES);
