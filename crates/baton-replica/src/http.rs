@@ -59,6 +59,7 @@ pub(crate) struct App {
 pub(crate) fn router(app: Arc<App>) -> Router {
     Router::new()
         .route("/v1/chat/completions", post(chat::chat))
+        .route("/v1/chat/completions/render", post(chat::render))
         .route("/v1/completions", post(completions::completions))
         .route("/inference/v1/generate", post(generate::generate))
         .route("/health", get(admin::health))

@@ -7,7 +7,7 @@ use axum::{
 use baton_wire::{
     openai::{
         ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatLogprobs, ChatRequest, Delta, ErrorBody, FinishReason, Head, Message,
-        Usage,
+        Sampling, Usage,
     },
     sse,
 };
@@ -41,15 +41,7 @@ async fn serve(app: &Arc<App>, headers: &HeaderMap, body: Result<Bytes, BytesRej
         salt: sampling.cache_salt.clone(),
         text: text_options(sampling)?,
     };
-    let prompt = app.render(
-        &request.messages,
-        request.tools.as_ref().filter(|_| request.tool_choice != Some(json!("none"))),
-        request.add_generation_prompt,
-        request.continue_final_message == Some(true),
-        request.chat_template_kwargs.as_ref(),
-    )?;
-    let tokens = app.encode(prompt, sampling.add_special_tokens.unwrap_or(false)).await;
-    check_prompt(&tokens, app.limits)?;
+    let tokens = prompt_tokens(app, &request).await?;
     let max_tokens = output_limit(tokens.len(), asked.max_tokens, app.limits)?;
     let params = with_max_tokens(&options, max_tokens, sampling, app.limits)?;
     let return_ids = sampling.return_token_ids == Some(true);
@@ -69,6 +61,48 @@ async fn serve(app: &Arc<App>, headers: &HeaderMap, body: Result<Bytes, BytesRej
         return Ok(stream_response(generation, ChatStream { shape, usage, continuous, begun: false }));
     }
     shape.whole(generation).await
+}
+
+/// `POST /v1/chat/completions/render`: the prompt's tokens, as the body of a request to `/inference/v1/generate`.
+pub(super) async fn render(State(app): State<Arc<App>>, headers: HeaderMap, body: Result<Bytes, BytesRejection>) -> Response {
+    answer(rendered(&app, &headers, body).await)
+}
+
+async fn rendered(app: &Arc<App>, headers: &HeaderMap, body: Result<Bytes, BytesRejection>) -> Result<Response, ErrorBody> {
+    let request: ChatRequest = read(headers, body)?;
+    let head = app.head("chatcmpl", headers, &request.sampling)?;
+    check(&request)?;
+    let tokens = prompt_tokens(app, &request).await?;
+    let max_tokens = output_limit(tokens.len(), request.output_limit(), app.limits)?;
+    let Sampling { cache_salt, priority, .. } = request.sampling.clone();
+    let sampling = Sampling {
+        model: None,
+        request_id: None,
+        stream: None,
+        stream_options: None,
+        cache_salt: None,
+        priority: None,
+        max_tokens: Some(max_tokens),
+        ..request.sampling
+    };
+    let answer = json!({
+        "request_id": head.id, "token_ids": tokens, "sampling_params": sampling, "model": head.model, "stream": false,
+        "stream_options": null, "cache_salt": cache_salt, "priority": priority.unwrap_or(0),
+    });
+    Ok(json_response(StatusCode::OK, &answer))
+}
+
+async fn prompt_tokens(app: &App, request: &ChatRequest) -> Result<Vec<u32>, ErrorBody> {
+    let prompt = app.render(
+        &request.messages,
+        request.tools.as_ref().filter(|_| request.tool_choice != Some(json!("none"))),
+        request.add_generation_prompt,
+        request.continue_final_message == Some(true),
+        request.chat_template_kwargs.as_ref(),
+    )?;
+    let tokens = app.encode(prompt, request.sampling.add_special_tokens.unwrap_or(false)).await;
+    check_prompt(&tokens, app.limits)?;
+    Ok(tokens)
 }
 
 fn check(request: &ChatRequest) -> Result<(), ErrorBody> {

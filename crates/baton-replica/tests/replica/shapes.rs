@@ -98,6 +98,20 @@ async fn answers_without_chance_are_vllms_own() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_rendered_chat_has_vllms_tokens_and_is_a_request_to_generate() {
+    let replica = Replica::start(config()).await;
+    let (ours, theirs) = (replica.raw(&request("chat-render")).await, captured("chat-render"));
+    assert_same_head("chat-render", &ours, &theirs);
+    for field in ["token_ids", "model", "stream", "stream_options", "cache_salt", "priority"] {
+        assert_eq!(ours.json()[field], theirs.json()[field], "{field}");
+    }
+    let generated = replica.post("/inference/v1/generate", &ours.json()).await;
+    assert_eq!(generated.status, 200);
+    assert_eq!(generated.json()["choices"][0]["token_ids"].as_array().unwrap().len(), 4, "the chat asks for so many");
+    replica.stop().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn errors_are_vllms_own() {
     let replica = Replica::start(config()).await;
     for name in [
