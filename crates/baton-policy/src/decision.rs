@@ -19,6 +19,7 @@ pub struct DecisionRecord {
     pub program: Option<u64>,
     /// Time in the router before this decision.
     pub held_ms: f64,
+    /// The chosen one's and those of the best others, in order of replicas.
     pub quotes: Vec<Quote>,
     pub chosen: ReplicaId,
     pub reason: Reason,

@@ -1,7 +1,9 @@
 use std::{collections::VecDeque, sync::Arc};
 
 use baton_kv::BlockKey;
-use baton_units::{DurationMs, Time, Tokens};
+use baton_units::{DurationMs, ReplicaId, Time, Tokens};
+
+use crate::fleet::Replica;
 
 /// Arrivals that stand for the next ones. 128 in place of 32 gave p99 -2 %, p90 +50 % on mixed work.
 const RECENT: usize = 32;
@@ -31,10 +33,25 @@ pub(crate) struct Recent {
     /// Blocks that some replica had when it came. The next one like it is as new as it was, whatever is held since.
     pub(crate) known: u32,
     pub(crate) depths: Vec<u32>,
-    /// By the replica's index.
+    /// By the replica's index; NaN where it was not asked for yet.
     pub(crate) costs: Vec<f64>,
     /// Of the fleet's coefficients that the costs were computed with.
     pub(crate) version: u64,
+}
+
+impl Recent {
+    /// Blocks that the next one like it would find on the replica.
+    pub(crate) fn depth(&self, id: ReplicaId) -> u32 {
+        self.depths.get(id.index()).copied().unwrap_or(0).min(self.known)
+    }
+
+    pub(crate) fn cost_ms(&mut self, replica: &Replica) -> f64 {
+        let id = replica.spec.id;
+        if self.costs[id.index()].is_nan() {
+            self.costs[id.index()] = replica.prefill_ms(self.prompt, replica.hit_tokens(self.depth(id), self.prompt));
+        }
+        self.costs[id.index()]
+    }
 }
 
 impl Demand {

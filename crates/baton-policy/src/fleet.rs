@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use baton_cost::StepLoad;
-use baton_units::{Blocks, DurationMs, RequestId, Time, Tokens};
+use baton_units::{Blocks, DurationMs, ReplicaId, RequestId, Time, Tokens};
 
 use crate::{Discipline, LoadReport, ReplicaSpec, ReplicaState, delay::Backlog, ledger::Ledger};
 
@@ -9,6 +9,54 @@ use crate::{Discipline, LoadReport, ReplicaSpec, ReplicaState, delay::Backlog, l
 const RESPONSE_GAIN: f64 = 0.1;
 /// A report older than this says nothing of free blocks.
 const REPORT_TRUSTED: Duration = Duration::from_secs(5);
+
+/// The replicas by their dense ids.
+#[derive(Debug, Default)]
+pub(crate) struct Replicas(Vec<Option<Replica>>);
+
+impl Replicas {
+    pub(crate) fn get(&self, id: ReplicaId) -> Option<&Replica> {
+        self.0.get(id.index())?.as_ref()
+    }
+
+    pub(crate) fn get_mut(&mut self, id: ReplicaId) -> Option<&mut Replica> {
+        self.0.get_mut(id.index())?.as_mut()
+    }
+
+    pub(crate) fn insert(&mut self, replica: Replica) {
+        let place = replica.spec.id.index();
+        if self.0.len() <= place {
+            self.0.resize_with(place + 1, || None);
+        }
+        self.0[place] = Some(replica);
+    }
+
+    pub(crate) fn remove(&mut self, id: ReplicaId) -> Option<Replica> {
+        self.0.get_mut(id.index())?.take()
+    }
+
+    /// In order of ids.
+    pub(crate) fn values(&self) -> impl Iterator<Item = &Replica> {
+        self.0.iter().flatten()
+    }
+
+    pub(crate) fn values_mut(&mut self) -> impl Iterator<Item = &mut Replica> {
+        self.0.iter_mut().flatten()
+    }
+
+    /// One more than the largest id that was ever here.
+    pub(crate) fn places(&self) -> usize {
+        self.0.len()
+    }
+}
+
+impl std::ops::Index<ReplicaId> for Replicas {
+    type Output = Replica;
+
+    fn index(&self, id: ReplicaId) -> &Replica {
+        self.get(id).expect("a replica that is asked for by index is there")
+    }
+}
 
 /// One replica as the router books it.
 #[derive(Debug)]

@@ -11,6 +11,8 @@ use crate::{
     router::Router,
 };
 
+/// Candidates priced in full.
+const PRICED_MAX: usize = 64;
 /// Victims looked at one by one; more are priced like these.
 const VICTIMS_MAX: usize = 256;
 /// At least so many at a time.
@@ -29,6 +31,11 @@ pub(crate) struct Scratch {
     work_ms: Vec<f64>,
     delays: Delays,
     costs: Vec<f64>,
+    elsewhere: Vec<f64>,
+    /// Eligible replicas that are not priced in full, with their backlogs.
+    others: Vec<(ReplicaId, f64)>,
+    /// Not the home, own cost, a draw, place.
+    order: Vec<(bool, f64, u32, usize)>,
 }
 
 /// The candidates of one decision with their quotes.
@@ -52,15 +59,44 @@ impl Router {
         self.scratch.backlogs.clear();
         self.scratch.work_ms.clear();
         let mut candidates: Vec<Candidate> = ids.iter().map(|id| self.own_terms(arrival, *id, now)).collect();
+        self.scratch.others.clear();
         if prices_others {
+            self.shortlist(&mut candidates, chain.and_then(|chain| self.chains.home(chain)));
             self.price_others(arrival, &mut candidates, now);
         }
         Quoted { candidates, chain }
     }
 
+    /// Keeps those with the least wait and prefill, and the chain's home. What the placement costs others is never negative and most of
+    /// it grows with the wait and the prefill, so the rest would hardly be chosen; it still serves those who come later.
+    fn shortlist(&mut self, candidates: &mut Vec<Candidate>, home: Option<ReplicaId>) {
+        if candidates.len() <= PRICED_MAX {
+            return;
+        }
+        let Scratch { backlogs, work_ms, others, order, .. } = &mut self.scratch;
+        order.clear();
+        // Among equals a draw, and none by place.
+        order.extend(candidates.iter().enumerate().map(|(place, candidate)| {
+            let own = candidate.terms.wait + candidate.terms.prefill;
+            (candidate.replica != home.unwrap_or(ReplicaId(u32::MAX)), own, self.rng.u32(..), place)
+        }));
+        order.select_nth_unstable_by(PRICED_MAX - 1, |a, b| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)).then(a.2.cmp(&b.2)));
+        others.extend(order[PRICED_MAX..].iter().map(|&(.., place)| (candidates[place].replica, backlogs[place].ms)));
+        order.truncate(PRICED_MAX);
+        order.sort_unstable_by_key(|&(.., place)| place);
+        for (kept, &(.., place)) in order.iter().enumerate() {
+            candidates[kept] = candidates[place];
+            backlogs[kept] = backlogs[place];
+            work_ms[kept] = work_ms[place];
+        }
+        candidates.truncate(PRICED_MAX);
+        backlogs.truncate(PRICED_MAX);
+        work_ms.truncate(PRICED_MAX);
+    }
+
     /// Wait and prefill of the request itself.
     fn own_terms(&mut self, arrival: &Arrival, id: ReplicaId, now: Time) -> Candidate {
-        let replica = &self.replicas[&id];
+        let replica = &self.replicas[id];
         let hit = replica.hit_tokens(self.depth(id), arrival.prompt);
         let prefill = self.expected_prefill_ms(replica, arrival.prompt, hit);
         let backlog = replica.backlog();
@@ -94,7 +130,7 @@ impl Router {
         for (place, candidate) in candidates.iter_mut().enumerate() {
             let new = arrival.keys.len().saturating_sub(self.depth(candidate.replica) as usize);
             let eviction = self.eviction_ms(candidate.replica, new, now);
-            let replica = &self.replicas[&candidate.replica];
+            let replica = &self.replicas[candidate.replica];
             let terms = &mut candidate.terms;
             terms.delay = weights.delay * self.scratch.delays.at(place);
             terms.memory = weights.memory * terms.prefill * self.memory_share(replica);
@@ -124,7 +160,7 @@ impl Router {
 
     /// Expected work to compute again what `new` more blocks push out, where no other replica has it.
     pub(crate) fn eviction_ms(&mut self, id: ReplicaId, new: usize, now: Time) -> f64 {
-        let replica = &self.replicas[&id];
+        let replica = &self.replicas[id];
         let free = (replica.spec.kv_blocks.0 as usize).saturating_sub(self.index.blocks_resident(id));
         let victims = new.saturating_sub(free);
         if victims == 0 {
@@ -140,9 +176,9 @@ impl Router {
                 sum
             });
             let losses = Losses { at: now, sums_ms: sums.collect() };
-            self.replicas.get_mut(&id).expect("it was there").losses = losses;
+            self.replicas.get_mut(id).expect("it was there").losses = losses;
         }
-        let sums = &self.replicas[&id].losses.sums_ms;
+        let sums = &self.replicas[id].losses.sums_ms;
         // Fewer than asked for: all the rest is in use, and costs its wait.
         let last = sums.get(looked_at - 1).or(sums.last()).copied().unwrap_or(0.0);
         last * victims as f64 / looked_at as f64
@@ -208,27 +244,37 @@ impl Router {
 
     /// Costs of the window's requests on the candidates, one row a request; rows are computed again where the index changed.
     fn gather_recent(&mut self, candidates: &[Candidate]) {
-        let places = self.replicas.keys().next_back().map_or(0, |id| id.index() + 1);
-        self.scratch.costs.clear();
+        let Scratch { costs, elsewhere, others, .. } = &mut self.scratch;
+        let least_busy = others.iter().min_by(|a, b| a.1.total_cmp(&b.1));
+        costs.clear();
+        elsewhere.clear();
         for recent in &mut self.demand.recent {
             let current = recent.version == self.costs_version && self.index.still_matches(&recent.keys, &recent.depths);
             if !current {
                 self.index.matches_into(&recent.keys, &mut recent.depths);
                 recent.version = self.costs_version;
                 recent.costs.clear();
-                recent.costs.resize(places, 0.0);
-                for (id, replica) in &self.replicas {
-                    let depth = recent.depths.get(id.index()).copied().unwrap_or(0).min(recent.known);
-                    recent.costs[id.index()] = replica.prefill_ms(recent.prompt, replica.hit_tokens(depth, recent.prompt));
+                recent.costs.resize(self.replicas.places(), f64::NAN);
+            }
+            costs.extend(candidates.iter().map(|candidate| recent.cost_ms(&self.replicas[candidate.replica])));
+            // The others that have something of it, and the first that will be free.
+            let (mut best, mut holders) = (f64::INFINITY, 0);
+            if let Some((id, backlog_ms)) = least_busy {
+                best = backlog_ms + recent.cost_ms(&self.replicas[*id]);
+                for (id, backlog_ms) in others.iter() {
+                    if recent.depth(*id) > 0 && *backlog_ms < best && holders < PRICED_MAX {
+                        holders += 1;
+                        best = best.min(backlog_ms + recent.cost_ms(&self.replicas[*id]));
+                    }
                 }
             }
-            self.scratch.costs.extend(candidates.iter().map(|candidate| recent.costs[candidate.replica.index()]));
+            elsewhere.push(best);
         }
     }
 
     fn price_delay(&mut self, candidates: usize) {
-        let Scratch { backlogs, work_ms, delays, costs, .. } = &mut self.scratch;
-        let coming = costs.chunks_exact(candidates).map(|costs| Coming { costs, elsewhere: f64::INFINITY });
+        let Scratch { backlogs, work_ms, delays, costs, elsewhere, .. } = &mut self.scratch;
+        let coming = costs.chunks_exact(candidates).zip(&*elsewhere).map(|(costs, &elsewhere)| Coming { costs, elsewhere });
         delays.compute(backlogs, work_ms, coming, self.demand.rate());
     }
 

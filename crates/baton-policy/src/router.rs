@@ -11,13 +11,15 @@ use crate::{
     copies::Rents,
     decision::DecisionLog,
     demand::Demand,
-    fleet::Replica,
+    fleet::{Replica, Replicas},
     held::{Held, Waiting},
-    policy::{Policy, RequestView, price::Price},
+    policy::{Candidate, Policy, RequestView, price::Price},
     quoting::{Quoted, Scratch, backlog_at_ms},
     reuse::Reuse,
 };
 
+/// Quotes on a decision's record: the chosen one and the best others.
+const QUOTES_KEPT: usize = 16;
 /// Ids that the router mints for copies start here.
 const COPY_IDS: u64 = 1 << 63;
 /// Held requests quoted at a time in `released`; each quote costs as much as a decision.
@@ -41,9 +43,9 @@ const TOLD_SLACK: f64 = 1.25;
 pub struct Router {
     pub(crate) config: RouterConfig,
     policy: Box<dyn Policy>,
-    rng: fastrand::Rng,
+    pub(crate) rng: fastrand::Rng,
     pub(crate) index: FleetIndex,
-    pub(crate) replicas: BTreeMap<ReplicaId, Replica>,
+    pub(crate) replicas: Replicas,
     pub(crate) flights: BTreeMap<RequestId, Flight>,
     pub(crate) demand: Demand,
     pub(crate) reuse: Reuse,
@@ -107,7 +109,7 @@ impl Router {
             policy: config.policy.build(),
             rng: fastrand::Rng::with_seed(seed),
             index: FleetIndex::new(&config.model, config.belief_lifetime, config.index_bytes),
-            replicas: BTreeMap::new(),
+            replicas: Replicas::default(),
             flights: BTreeMap::new(),
             demand: Demand::default(),
             reuse: Reuse::default(),
@@ -129,18 +131,18 @@ impl Router {
     pub fn upsert_replica(&mut self, spec: ReplicaSpec, _now: Time) {
         self.costs_version += 1;
         self.held.stale = true;
-        match self.replicas.get_mut(&spec.id) {
+        match self.replicas.get_mut(spec.id) {
             Some(replica) if replica.spec.incarnation == spec.incarnation => replica.spec = spec,
             Some(_) | None => {
                 self.index.restart(spec.id, spec.incarnation);
-                self.replicas.insert(spec.id, Replica::new(spec));
+                self.replicas.insert(Replica::new(spec));
             }
         }
     }
 
     /// A dead replica's KV counts as gone; what was sent to it stays booked until `finished`.
     pub fn set_state(&mut self, id: ReplicaId, state: ReplicaState, _now: Time) {
-        let Some(replica) = self.replicas.get_mut(&id) else { return };
+        let Some(replica) = self.replicas.get_mut(id) else { return };
         if state == ReplicaState::Dead && replica.state != ReplicaState::Dead {
             self.index.restart(id, replica.spec.incarnation);
         }
@@ -150,14 +152,14 @@ impl Router {
 
     /// The replica left for good; requests still in flight there end as unknown ones.
     pub fn remove_replica(&mut self, id: ReplicaId) {
-        if let Some(replica) = self.replicas.remove(&id) {
+        if let Some(replica) = self.replicas.remove(id) {
             self.index.restart(id, replica.spec.incarnation);
             self.costs_version += 1;
         }
     }
 
     pub fn report(&mut self, id: ReplicaId, report: LoadReport, now: Time) {
-        let Some(replica) = self.replicas.get_mut(&id) else { return };
+        let Some(replica) = self.replicas.get_mut(id) else { return };
         replica.advance(now);
         let ms_per_token = replica.spec.step.per_token_s * 1e3;
         replica.ledger.reconcile(report.prefill_backlog, report.taken_at, ms_per_token, now);
@@ -167,7 +169,7 @@ impl Router {
 
     /// Takes in events of the replica's cache; see [`FleetIndex::apply`] for what to do about a gap.
     pub fn kv_events(&mut self, id: ReplicaId, incarnation: Incarnation, batch: &KvEventBatch, now: Time) -> Applied {
-        if !self.replicas.contains_key(&id) {
+        if self.replicas.get(id).is_none() {
             return Applied::Ignored;
         }
         let stored = |event: &KvEvent| match event {
@@ -193,13 +195,13 @@ impl Router {
 
     /// Goes on without batches that cannot be replayed; the replica's hits count half until its cache is cleared.
     pub fn skip_kv_gap(&mut self, id: ReplicaId, now: Time) {
-        if self.replicas.contains_key(&id) {
+        if self.replicas.get(id).is_some() {
             self.index.skip_gap(id, now);
         }
     }
 
     pub fn update_step(&mut self, id: ReplicaId, step: StepCoefficients) {
-        if let Some(replica) = self.replicas.get_mut(&id)
+        if let Some(replica) = self.replicas.get_mut(id)
             && replica.spec.step != step
         {
             replica.spec.step = step;
@@ -550,7 +552,7 @@ impl Router {
     /// A shared prefix of the request and a replica that lacks it, when the rent paid for the lack has reached a copy's price.
     fn copy_worth(&mut self, arrival: &Arrival, quoted: &Quoted, chosen: usize, now: Time) -> Option<(ReplicaId, usize)> {
         let own = &quoted.candidates[chosen];
-        let share = |router: &Self, id: ReplicaId| router.memory_share(&router.replicas[&id]);
+        let share = |router: &Self, id: ReplicaId| router.memory_share(&router.replicas[id]);
         // What this one pays where it goes against what it would pay elsewhere if its prefix were there.
         let paid_here = own.terms.wait + own.terms.memory;
         let rent = |router: &Self, place: usize| {
@@ -580,7 +582,7 @@ impl Router {
         let to = quoted.candidates[target].replica;
         let missing = blocks - self.depth(to) as usize;
         let evicted = self.eviction_ms(to, missing, now);
-        let replica = &self.replicas[&to];
+        let replica = &self.replicas[to];
         let size = replica.spec.block_size;
         let work = replica.prefill_ms(Blocks(blocks as u32).to_tokens(size), Blocks(self.depth(to)).to_tokens(size));
         let shadow = self.config.weights.waste * self.demand.shadow_price();
@@ -596,7 +598,7 @@ impl Router {
     /// Work left on the replica of those who are computing the prefix that ends in block `end`: a copy begun later would not be
     /// there sooner, so waiting for it is no rent.
     fn warming_ms(&self, id: ReplicaId, end: BlockKey, blocks: usize) -> f64 {
-        let replica = &self.replicas[&id];
+        let replica = &self.replicas[id];
         let computes = |request: RequestId| {
             let flight = self.flights.get(&request);
             flight.is_some_and(|flight| (flight.depth as usize) < blocks && flight.keys.get(blocks - 1) == Some(&end))
@@ -608,17 +610,24 @@ impl Router {
         if self.config.decisions_kept == 0 {
             return;
         }
-        let quote = |candidate: &crate::policy::Candidate| Quote {
+        let quote = |candidate: &&Candidate| Quote {
             replica: candidate.replica,
             total_ms: candidate.terms.total(),
             terms: candidate.terms,
             hit_tokens: candidate.hit,
             in_flight: candidate.in_flight,
         };
-        let quotes: Vec<Quote> = quoted.candidates.iter().map(quote).collect();
-        let others = quotes.iter().enumerate().filter(|(place, _)| *place != chosen);
-        let runner_up = others.min_by(|a, b| a.1.total_ms.total_cmp(&b.1.total_ms)).map(|(_, quote)| quote.replica);
-        let terms = quotes[chosen].terms;
+        let own = &quoted.candidates[chosen];
+        let mut shown: Vec<&Candidate> = quoted.candidates.iter().collect();
+        if shown.len() > QUOTES_KEPT {
+            let rank = |candidate: &&Candidate| (candidate.replica != own.replica, candidate.terms.total());
+            shown.select_nth_unstable_by(QUOTES_KEPT - 1, |a, b| rank(a).partial_cmp(&rank(b)).expect("prices are numbers"));
+            shown.truncate(QUOTES_KEPT);
+            shown.sort_unstable_by_key(|candidate| candidate.replica);
+        }
+        let quotes: Vec<Quote> = shown.iter().map(quote).collect();
+        let others = quotes.iter().filter(|quote| quote.replica != own.replica);
+        let runner_up = others.min_by(|a, b| a.total_ms.total_cmp(&b.total_ms)).map(|quote| quote.replica);
         self.log.push(DecisionRecord {
             request: arrival.request,
             time: now,
@@ -627,10 +636,10 @@ impl Router {
             session: arrival.session,
             program: arrival.program,
             held_ms: held_for.as_ms(),
-            chosen: quotes[chosen].replica,
+            chosen: own.replica,
             reason: if self.config.policy == PolicyName::Price { Price::reason(view, &quoted.candidates, chosen) } else { Reason::Rule },
             runner_up,
-            predicted_ttft_ms: terms.wait + terms.prefill,
+            predicted_ttft_ms: own.terms.wait + own.terms.prefill,
             quotes,
             realised: Realised::default(),
             regret_ms: None,
@@ -659,7 +668,7 @@ impl Router {
     fn book_copy(&mut self, arrival: &Arrival, to: ReplicaId, blocks: usize, now: Time) -> PrefixCopy {
         let request = RequestId(COPY_IDS + self.copies);
         self.copies += 1;
-        let replica = &self.replicas[&to];
+        let replica = &self.replicas[to];
         let size = replica.spec.block_size;
         let prompt = Tokens(Blocks(blocks as u32).to_tokens(size).0 + 1);
         let prefill_ms = replica.prefill_ms(prompt, Blocks(self.depth(to)).to_tokens(size));
@@ -683,7 +692,7 @@ impl Router {
 
     fn send(&mut self, request: RequestId, mut flight: Flight, prefill_ms: f64, now: Time) {
         let fleet = self.replicas.values().filter(|replica| replica.state == ReplicaState::Ready).count();
-        let replica = self.replicas.get_mut(&flight.replica).expect("a candidate is in the fleet");
+        let replica = self.replicas.get_mut(flight.replica).expect("a candidate is in the fleet");
         flight.incarnation = replica.spec.incarnation;
         flight.private_blocks = private_blocks(&replica.spec, flight.prompt, flight.keys.len(), 1);
         replica.in_flight += 1;
@@ -713,7 +722,7 @@ impl Router {
 
     /// Lets go in the index of what the replica's engine must have evicted, unless the engine itself tells its evictions.
     fn trim(&mut self, id: ReplicaId, now: Time) {
-        let Some(replica) = self.replicas.get(&id) else { return };
+        let Some(replica) = self.replicas.get(id) else { return };
         let blocks = replica.spec.kv_blocks.0 as usize;
         let limit = if self.index.publishes(id) { (blocks as f64 * TOLD_SLACK) as usize } else { blocks };
         self.index.evict_to(id, limit, now, |seen| self.reuse.see(seen));
@@ -724,15 +733,15 @@ impl Router {
     fn make_room(&mut self, blocks: usize, now: Time) {
         self.reuse.refresh();
         self.index.make_room(blocks, now, |id, victim| {
-            let saved_ms = self.replicas.get(&id).map_or(0.0, |replica| replica.block_ms(victim.depth));
+            let saved_ms = self.replicas.get(id).map_or(0.0, |replica| replica.block_ms(victim.depth));
             self.reuse.probability(victim.reused, victim.idle) * saved_ms
         });
     }
 }
 
 /// The flight's replica, unless it left or restarted since.
-fn live_replica<'a>(replicas: &'a mut BTreeMap<ReplicaId, Replica>, flight: &Flight) -> Option<&'a mut Replica> {
-    replicas.get_mut(&flight.replica).filter(|replica| replica.spec.incarnation == flight.incarnation)
+fn live_replica<'a>(replicas: &'a mut Replicas, flight: &Flight) -> Option<&'a mut Replica> {
+    replicas.get_mut(flight.replica).filter(|replica| replica.spec.incarnation == flight.incarnation)
 }
 
 fn end_flight(replica: &mut Replica, request: RequestId, flight: &Flight) {

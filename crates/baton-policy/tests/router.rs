@@ -552,6 +552,23 @@ fn the_last_free_replica_is_kept_for_prompts_as_new_as_those_before() {
 }
 
 #[test]
+fn of_a_large_fleet_the_holder_and_the_idle_are_quoted_and_equals_share_the_load() {
+    let mut router = router(PolicyName::Price, PriceWeights::default(), 200);
+    // A prefix on the last replica, then on it some more work: its followers go there all the same.
+    send(&mut router, 1, 1, 8000, 199, 200, Time::ZERO);
+    end(&mut router, 1, ms(300.0));
+    assert_eq!(chosen(&router.place(arrival(2, 1, 8000), ms(301.0))), 199);
+    let record = router.decision(RequestId(2)).unwrap();
+    assert_eq!(record.quotes.len(), 16);
+    assert!(record.quotes.iter().any(|quote| quote.replica == ReplicaId(199) && quote.hit_tokens > Tokens(7000)));
+    // New prompts go each to an idle replica, whichever; not to the first ones.
+    let places: Vec<u32> = (10..60).map(|request| chosen(&router.place(arrival(request, request as u32, 4000), ms(302.0)))).collect();
+    let distinct: std::collections::BTreeSet<u32> = places.iter().copied().collect();
+    assert_eq!(distinct.len(), places.len());
+    assert!(places.iter().filter(|place| **place >= 100).count() > 10, "{places:?}");
+}
+
+#[test]
 fn each_baseline_follows_its_own_signal() {
     let pick = |policy: PolicyName| {
         let mut router = router(policy, PriceWeights::default(), 3);
