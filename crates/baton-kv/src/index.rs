@@ -222,9 +222,10 @@ impl FleetIndex {
     }
 
     /// Makes room in the index for `blocks` more: where the bound is reached, those go whose memory is worth least by `worth`, in ms
-    /// that a block saves by being known. Without a call of this, the least recently used of the fleet go.
-    pub fn make_room(&mut self, blocks: usize, now: Time, worth: impl Fn(ReplicaId, Victim) -> f64) {
-        self.caches.make_room(blocks, now, |slot, victim| worth(ReplicaId(slot as u32), victim));
+    /// that a block saves by being known. Without a call of this, the least recently used of the fleet go. Returns the idle times that
+    /// this cuts short.
+    pub fn make_room(&mut self, blocks: usize, now: Time, worth: impl Fn(ReplicaId, Victim) -> f64) -> Vec<Use> {
+        self.caches.make_room(blocks, now, |slot, victim| worth(ReplicaId(slot as u32), victim))
     }
 
     /// The engine told how much of a prompt it had, of a request that it is serving: `reported` leading blocks of `keys` where

@@ -732,10 +732,13 @@ impl Router {
     /// asked for again, times the work to compute it.
     fn make_room(&mut self, blocks: usize, now: Time) {
         self.reuse.refresh();
-        self.index.make_room(blocks, now, |id, victim| {
+        let cut_short = self.index.make_room(blocks, now, |id, victim| {
             let saved_ms = self.replicas.get(id).map_or(0.0, |replica| replica.block_ms(victim.depth));
             self.reuse.probability(victim.reused, victim.idle) * saved_ms
         });
+        for seen in cut_short {
+            self.reuse.see(seen);
+        }
     }
 }
 

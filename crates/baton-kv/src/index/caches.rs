@@ -585,10 +585,12 @@ impl Caches {
     }
 
     /// Makes room for `blocks` more: evicts, over the whole fleet, where `worth` of a block (what it saves, in ms) is least. Blocks
-    /// take equal memory, so this is the least loss per byte. Within one replica and kind the least recently used goes first.
-    pub(super) fn make_room(&mut self, blocks: usize, now: Time, worth: impl Fn(usize, Victim) -> f64) {
+    /// take equal memory, so this is the least loss per byte. Within one replica and kind the least recently used goes first. Returns
+    /// the idle times that this cuts short.
+    pub(super) fn make_room(&mut self, blocks: usize, now: Time, worth: impl Fn(usize, Victim) -> f64) -> Vec<Use> {
+        let mut cut: Vec<Use> = Vec::new();
         if self.room() >= blocks {
-            return;
+            return cut;
         }
         let wanted = blocks.max(self.blocks_max / EVICTED_AT_ONCE).min(self.blocks_max);
         let value = |caches: &Self, slot: usize, list: usize| {
@@ -612,14 +614,20 @@ impl Caches {
                     break;
                 }
                 // What hangs on it was used no later, so it is in the other list's front.
-                let leaf = if self.nodes[place as usize].children > 0 { self.oldest(slot) } else { Some(place) };
-                self.evict(leaf.unwrap_or(place));
+                let leaf = if self.nodes[place as usize].children > 0 { self.oldest(slot).unwrap_or(place) } else { place };
+                let ended = self.cut_short(leaf, now);
+                match cut.last_mut() {
+                    Some(last) if (last.idle, last.reused_before) == (ended.idle, ended.reused_before) => last.blocks += 1,
+                    Some(_) | None => cut.push(ended),
+                }
+                self.evict(leaf);
                 self.evicted_for_room += 1;
             }
             if let Some(value) = value(self, slot, list) {
                 heads.push(Head { value, slot, list });
             }
         }
+        cut
     }
 
     fn victim(&self, place: u32, now: Time) -> Victim {
