@@ -1,27 +1,28 @@
 //! The routes that clients of a model use.
 
-use std::{error::Error, sync::Arc};
+use std::{convert::Infallible, pin::Pin, sync::Arc};
 
 use axum::{
-    Json, Router,
-    body::{Body, to_bytes},
+    BoxError, Json, Router,
     extract::{Path, Request, State},
     middleware::Next,
     response::{IntoResponse, Response},
-    routing::{get, post},
+    routing::{any, get},
 };
 use baton_units::Tokens;
 use baton_wire::openai::{ErrorBody, ModelCard, ModelList};
 use bytes::Bytes;
-use http::{HeaderMap, HeaderValue, StatusCode};
-use http_body_util::LengthLimitError;
+use http::{HeaderMap, HeaderValue, Method, StatusCode};
+use http_body_util::{BodyExt, LengthLimitError, Limited};
+use hyper::{body::Incoming, service::Service};
+use hyper_util::service::TowerToHyperService;
 use serde_json::json;
 use tokio::time::timeout;
 
 use crate::{
     config::FrontConfig,
     exchange::{self, Admitted},
-    fleet::{Fleet, Stage},
+    fleet::{Catalogue, Listed, Stage},
     gateway::Shared,
     identity::client_request_id,
     intake::{Api, Intake},
@@ -33,8 +34,8 @@ use crate::{
 
 pub(crate) fn routes() -> Router<Arc<Shared>> {
     Router::new()
-        .route("/v1/chat/completions", post(chat_completions))
-        .route("/v1/completions", post(completions))
+        .route(Api::Chat.path(), any(async || Refusal::MethodNotAllowed))
+        .route(Api::Completions.path(), any(async || Refusal::MethodNotAllowed))
         .route("/v1/models", get(models))
         .route("/v1/models/{*id}", get(model))
         .route("/health", get(health))
@@ -44,15 +45,38 @@ pub(crate) fn routes() -> Router<Arc<Shared>> {
         .fallback(passthrough::forward)
 }
 
-async fn chat_completions(State(shared): State<Arc<Shared>>, request: Request) -> Response {
-    generate(shared, Api::Chat, request).await
+/// Where requests come in: generations, which are nearly all, go their way without the router of the other paths.
+#[derive(Clone)]
+pub(crate) struct Door {
+    shared: Arc<Shared>,
+    others: TowerToHyperService<Router>,
 }
 
-async fn completions(State(shared): State<Arc<Shared>>, request: Request) -> Response {
-    generate(shared, Api::Completions, request).await
+impl Door {
+    /// `others` are the paths of [`routes`] and whatever else is served.
+    pub(crate) fn new(shared: Arc<Shared>, others: Router) -> Self {
+        Self { shared, others: TowerToHyperService::new(others) }
+    }
 }
 
-async fn generate(shared: Arc<Shared>, api: Api, request: Request) -> Response {
+impl Service<http::Request<Incoming>> for Door {
+    type Response = Response;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Response, Infallible>> + Send>>;
+
+    fn call(&self, request: http::Request<Incoming>) -> Self::Future {
+        let api = [Api::Chat, Api::Completions].into_iter().find(|api| api.path() == request.uri().path());
+        match api.filter(|_| request.method() == Method::POST) {
+            Some(api) => {
+                let shared = self.shared.clone();
+                Box::pin(async move { Ok(generate(shared, api, request).await) })
+            }
+            None => Box::pin(self.others.call(request)),
+        }
+    }
+}
+
+async fn generate(shared: Arc<Shared>, api: Api, request: http::Request<Incoming>) -> Response {
     let (head, body) = request.into_parts();
     let fleet = &shared.fleet;
     let id = fleet.mint();
@@ -71,7 +95,7 @@ async fn admit(
     shared: &Shared,
     api: Api,
     headers: &HeaderMap,
-    body: Body,
+    body: Incoming,
     id: baton_units::RequestId,
     client_id: &str,
 ) -> Result<Admitted, Refusal> {
@@ -81,47 +105,52 @@ async fn admit(
     }
     let bytes = read_body(body, &fleet.front).await?;
     let arrived = fleet.clock.now();
-    let intake = Intake::read(api, headers, &bytes, &fleet.front)?;
-    drop(bytes);
-    let card = choose_model(fleet, intake.model.as_deref())?;
+    let intake = Intake::read(api, headers, bytes, &fleet.front)?;
+    let catalogue = fleet.catalogue();
+    let Listed { card, lacking } = choose_model(&catalogue, intake.model.as_deref())?;
     let mut tokenized = shared.tokenization.tokenize(&intake.prompt).await;
-    let longest_context = fleet.engines().iter().filter_map(|engine| engine.facts().spec.map(|spec| spec.max_model_len)).max();
-    let prompt = believable(&tokenized, longest_context);
+    let prompt = believable(&tokenized, catalogue.longest_context);
     // Blocks that no replica can hold would stay in the books of the one that refuses them.
     tokenized.tokens.truncate(prompt.0 as usize);
     let adapter = card.parent.is_some().then_some(card.id.as_str());
     let chain = KeyChain::new(adapter, intake.salt.as_deref(), fleet.block_size(), tokenized.tokens);
-    let excluded = fleet.without_model(&card.id);
     fleet.metrics.intake(fleet.clock.now().since(arrived));
-    let live = Arc::new(Live::new(id, client_id.to_owned(), card.id, arrived, prompt));
-    Ok(Admitted { intake, live, chain, exact: tokenized.exact, excluded })
+    let live = Arc::new(Live::new(id, client_id.to_owned(), card.id.clone(), arrived, prompt));
+    Ok(Admitted { intake, live, chain, exact: tokenized.exact, excluded: lacking.clone() })
 }
 
-pub(crate) async fn read_body(body: Body, front: &FrontConfig) -> Result<Bytes, Refusal> {
+/// The whole body, within its limits.
+pub(crate) async fn read_body<B>(body: B, front: &FrontConfig) -> Result<Bytes, Refusal>
+where
+    B: http_body::Body<Data = Bytes, Error: Into<BoxError>>,
+{
     let (limit, within) = (front.body_limit, front.receive_timeout);
-    let read = timeout(within, to_bytes(body, limit)).await.map_err(|_| Refusal::BodyLate { within })?;
-    read.map_err(|error| match error.source() {
-        Some(cause) if cause.is::<LengthLimitError>() => Refusal::BodyTooLarge { limit },
+    let read = timeout(within, Limited::new(body, limit).collect()).await.map_err(|_| Refusal::BodyLate { within })?;
+    read.map(|body| body.to_bytes()).map_err(|error| match error.is::<LengthLimitError>() {
+        true => Refusal::BodyTooLarge { limit },
         // A client that left has nobody to read this; one whose chunks make no sense has.
-        _ => Refusal::Body(ErrorBody::bad_request("the body broke off or is not framed as HTTP/1.1 says")),
+        false => Refusal::Body(ErrorBody::bad_request("the body broke off or is not framed as HTTP/1.1 says")),
     })
 }
 
-/// The card of the model asked for, or of the only base model when none is named.
-pub(crate) fn choose_model(fleet: &Fleet, named: Option<&str>) -> Result<ModelCard, Refusal> {
-    let mut models = fleet.models();
+/// The model asked for, or the only base model when none is named.
+pub(crate) fn choose_model<'a>(catalogue: &'a Catalogue, named: Option<&str>) -> Result<&'a Listed, Refusal> {
+    let models = &catalogue.models;
     if models.is_empty() {
         return Err(Refusal::NoReplica { retry_after: NO_REPLICA_RETRY });
     }
-    let names = |models: Vec<ModelCard>| models.into_iter().map(|card| card.id).collect();
     if let Some(named) = named {
-        let place = models.iter().position(|card| card.id == named);
-        return place
-            .map(|place| models.swap_remove(place))
-            .ok_or_else(|| Refusal::UnknownModel { model: named.to_owned(), models: names(models) });
+        let unknown = || Refusal::UnknownModel { model: named.to_owned(), models: models.keys().cloned().collect() };
+        return models.get(named).ok_or_else(unknown);
     }
-    models.retain(|card| card.parent.is_none());
-    if models.len() == 1 { Ok(models.swap_remove(0)) } else { Err(Refusal::NoModelNamed { models: names(models) }) }
+    let mut base = models.values().filter(|listed| listed.card.parent.is_none());
+    match (base.next(), base.next()) {
+        (Some(only), None) => Ok(only),
+        (only, other) => {
+            let names = only.into_iter().chain(other).chain(base).map(|listed| listed.card.id.clone()).collect();
+            Err(Refusal::NoModelNamed { models: names })
+        }
+    }
 }
 
 /// A length to place by. An estimate never makes a prompt too long, since only the engine knows then; nor do several prompts together,
@@ -156,7 +185,7 @@ async fn models(State(shared): State<Arc<Shared>>) -> Json<ModelList> {
 }
 
 async fn model(State(shared): State<Arc<Shared>>, Path(id): Path<String>) -> Result<Json<ModelCard>, Refusal> {
-    choose_model(&shared.fleet, Some(&id)).map(Json)
+    choose_model(&shared.fleet.catalogue(), Some(&id)).map(|listed| Json(listed.card.clone()))
 }
 
 /// Whether a request would find a replica; a vLLM client waits for this.

@@ -1,20 +1,25 @@
 //! One whole answer from the chunks of a stream, in the shape in which the engine would have given it (vLLM's, with every field that
 //! it sends). Logprobs, stop reasons and counts keep the engine's bytes.
 
-use std::collections::BTreeMap;
+use std::{borrow::Cow, collections::BTreeMap};
 
 use baton_session::Fault;
 use baton_wire::openai::Usage;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
 use crate::{
     chunk::Chunk,
     intake::{Api, Wishes},
     json::RawObject,
+    plain::Plain,
 };
 
 type Raw = Option<Box<RawValue>>;
+
+/// A string that is borrowed where it has no escapes.
+#[derive(Deserialize)]
+struct Text<'a>(#[serde(borrow)] Cow<'a, str>);
 
 /// Collects the chunks of one attempt.
 #[derive(Debug)]
@@ -157,6 +162,20 @@ impl Assembler {
             prompt_text: None,
             choices: BTreeMap::new(),
         }
+    }
+
+    /// Whether what an answer begins with is known, so that plain chunks add to it all that they have.
+    pub(crate) fn has_begun(&self) -> bool {
+        self.created.is_some() && self.model.is_some()
+    }
+
+    /// Adds output to an answer that has begun.
+    pub(crate) fn push_plain(&mut self, plain: &Plain<'_>) -> Result<(), Fault> {
+        let choice = self.choices.entry(plain.choice).or_default();
+        choice.token_ids.extend(plain.token_ids());
+        let text: Cow<'_, str> = serde_json::from_slice::<Text<'_>>(plain.text()).map_err(|_| Fault::Garbled)?.0;
+        choice.text.push_str(&text);
+        Ok(())
     }
 
     pub(crate) fn push(&mut self, chunk: &Chunk) -> Result<(), Fault> {

@@ -14,6 +14,7 @@ use serde_json::value::RawValue;
 use crate::{
     intake::{Api, Wishes},
     json::RawObject,
+    plain::Plain,
 };
 
 /// What an event says.
@@ -92,6 +93,8 @@ fn is_text(value: Option<&RawValue>) -> bool {
 pub(crate) struct ClientView {
     wishes: Wishes,
     id: String,
+    /// The same as JSON.
+    id_json: String,
     created: Option<Box<RawValue>>,
     /// Choices whose opening chunk (role, no output) was sent; a second attempt's is left out.
     opened: BTreeSet<u32>,
@@ -99,7 +102,19 @@ pub(crate) struct ClientView {
 
 impl ClientView {
     pub(crate) fn new(wishes: Wishes, id: String) -> Self {
-        Self { wishes, id, created: None, opened: BTreeSet::new() }
+        let id_json = serde_json::to_string(&id).expect("a string is JSON");
+        Self { wishes, id, id_json, created: None, opened: BTreeSet::new() }
+    }
+
+    /// Whether a plain chunk needs no change but those that [`Plain::write`] makes: what attempts share is known and the same.
+    pub(crate) fn knows(&self, plain: &Plain<'_>) -> bool {
+        plain.created().is_none_or(|created| self.created.as_deref().is_some_and(|known| known.get().as_bytes() == created))
+    }
+
+    /// Appends a plain chunk that [`Self::knows`] as [`Self::event`] would give it.
+    pub(crate) fn write(&mut self, plain: &Plain<'_>, to: &mut Vec<u8>) {
+        self.opened.insert(plain.choice);
+        plain.write(&self.id_json, self.wishes.token_ids, to);
     }
 
     /// The chunk as an event for the client; `None` when there is nothing in it for this client.

@@ -100,6 +100,7 @@ impl Watcher {
             self.models_at = Some(asked_at);
         }
         self.tell_router(&sighting, life, began, asked_at);
+        self.engine.lines.prune();
         self.follow_events(life);
     }
 
@@ -139,6 +140,8 @@ impl Watcher {
         if source.is_some() {
             facts.kv_source = source;
         }
+        drop(facts);
+        self.fleet.list_models();
     }
 
     fn tell_router(&self, sighting: &Sighting, life: Incarnation, began: bool, asked_at: Time) {
@@ -170,7 +173,10 @@ impl Watcher {
                 router.update_step(self.engine.id, spec.step);
                 router.upsert_replica(spec, now);
             }),
-            Some(spec) => self.fleet.engine_ready(spec),
+            Some(spec) => {
+                self.fleet.list_models();
+                self.fleet.engine_ready(spec);
+            }
             None if began => {
                 let spec = self.engine.facts().spec;
                 if let Some(spec) = spec {

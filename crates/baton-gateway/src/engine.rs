@@ -4,7 +4,7 @@ use std::{
     fmt,
     str::FromStr,
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -19,7 +19,10 @@ use http::Uri;
 use serde::{Deserialize, Deserializer, Serialize};
 use tokio::sync::{Notify, watch};
 
-use crate::config::EngineConfig;
+use crate::{
+    config::EngineConfig,
+    line::{Address, Lines},
+};
 
 /// `http://host:port`, with a path in front of the engine's own where there is one.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,6 +44,16 @@ impl BaseUrl {
     pub(crate) fn join(&self, path: &str) -> Uri {
         let text = format!("http://{}{}{path}", self.authority, self.prefix);
         text.parse().unwrap_or_else(|_| Uri::from_static("/"))
+    }
+
+    /// Host and port.
+    pub(crate) fn authority(&self) -> &str {
+        &self.authority
+    }
+
+    /// What stands in front of the engine's paths.
+    pub(crate) fn prefix(&self) -> &str {
+        &self.prefix
     }
 
     /// Host name or address without the port; an IPv6 address keeps its brackets.
@@ -110,6 +123,8 @@ pub(crate) struct Engine {
     pub(crate) id: ReplicaId,
     pub(crate) name: String,
     pub(crate) config: EngineConfig,
+    /// Connections for requests.
+    pub(crate) lines: Arc<Lines>,
     facts: Mutex<Facts>,
     /// Wakes the engine's watcher before its time.
     pub(crate) probe: Notify,
@@ -166,7 +181,8 @@ impl Speed {
 }
 
 impl Engine {
-    pub(crate) fn new(id: ReplicaId, config: EngineConfig) -> Self {
+    /// Keeps up to `idle_connections` for the next requests.
+    pub(crate) fn new(id: ReplicaId, config: EngineConfig, idle_connections: usize) -> Self {
         let facts = Facts {
             url: config.url.clone(),
             health: Health::Unknown,
@@ -183,9 +199,11 @@ impl Engine {
             speed: Speed { step: default_step(), steps: 0, measured_at: None },
         };
         let name = config.name.clone().unwrap_or_else(|| id.to_string());
+        let lines = Lines::new(Address::new(&config.url, config.key.as_deref()), idle_connections);
         Self {
             id,
             name,
+            lines: Arc::new(lines),
             config,
             facts: Mutex::new(facts),
             probe: Notify::new(),
@@ -234,6 +252,12 @@ impl Engine {
         if excess > 0 {
             facts.held_off_until = now + HOLD_OFF.saturating_mul(1 << (excess - 1).min(16)).min(HOLD_OFF_MAX);
         }
+    }
+
+    /// It was started at another address, or again at the same.
+    pub(crate) fn move_to(&self, url: BaseUrl) {
+        self.lines.move_to(Address::new(&url, self.config.key.as_deref()));
+        self.facts().url = url;
     }
 
     pub(crate) fn url(&self) -> BaseUrl {
@@ -307,7 +331,7 @@ mod tests {
 
     #[test]
     fn who_fails_again_and_again_is_held_off_and_a_success_forgives() {
-        let engine = Engine::new(ReplicaId(0), EngineConfig::new("http://h:1".parse().unwrap(), crate::config::EngineKind::Vllm));
+        let engine = Engine::new(ReplicaId(0), EngineConfig::new("http://h:1".parse().unwrap(), crate::config::EngineKind::Vllm), 1);
         let until = |fault| {
             engine.failed(fault, Time(5));
             engine.facts().held_off_until

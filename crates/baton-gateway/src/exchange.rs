@@ -4,9 +4,17 @@
 mod copy;
 mod outlet;
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap,
+    convert::Infallible,
+    future::poll_fn,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, ready},
+    time::Duration,
+};
 
-use axum::{body::Body, response::IntoResponse};
+use axum::body::Body;
 use baton_policy::{Arrival, Outcome, Placed, Verdict};
 use baton_session::{Action, Answer, End, Epoch, Fault, Input, Limits, Offer, Owner, Session, SessionConfig};
 use baton_units::{DurationMs, ReplicaId, Time, Tokens};
@@ -15,22 +23,27 @@ use baton_wire::{
     sse::{self, Event},
 };
 use bytes::Bytes;
-use http::{HeaderValue, Method, Response, StatusCode, header};
-use http_body_util::Full;
-use tokio::sync::{oneshot, watch};
+use http::{HeaderValue, Response, StatusCode, header};
+use http_body::Frame;
+use tokio::{
+    sync::{oneshot, watch},
+    time::Sleep,
+};
 
-use self::outlet::{Outlet, Stirring};
+use self::outlet::{Outlet, stream_response};
 use crate::{
     assemble::Assembler,
     chunk::{Chunk, ClientView, Reading},
     engine::Engine,
-    fleet::{Fleet, Placing, Stage},
+    fleet::{Booked, Fleet, Placing, Stage},
     intake::{Intake, Mode},
+    line::Head,
     live::{Live, LiveState},
+    plain::{Plain, Shape},
     prompt::KeyChain,
     refusal::{NO_REPLICA_RETRY, Refusal},
     reserved,
-    upstream::{self, Arrived, Attempt, Expect},
+    upstream::{Arrived, Attempt, Expect},
 };
 
 /// A busy replica gets its time for a first token this often again; a request that it has lost ends then.
@@ -47,17 +60,33 @@ pub(crate) struct Admitted {
     pub(crate) excluded: Vec<ReplicaId>,
 }
 
-/// Starts a request and gives the client's response as soon as its status is known.
+/// Carries a request until its status is known; a stream goes on as the response's body. The client's connection drives it all, so an
+/// event meets no other task between its engine and its client.
 pub(crate) async fn run(fleet: Arc<Fleet>, admitted: Admitted) -> Response<Body> {
-    let (tell, told) = oneshot::channel();
-    let client_id = admitted.live.client_id.clone();
-    // A task of its own, so that a request is booked to its end even when its client leaves.
-    tokio::spawn(Exchange::new(fleet, admitted, tell).run());
-    let mut response = told.await.unwrap_or_else(|_| Refusal::Ended(End::Refused).into_response());
-    if let Ok(id) = HeaderValue::from_str(&client_id) {
+    let client_id = HeaderValue::from_str(&admitted.live.client_id);
+    let mut exchange = Box::new(Exchange::new(fleet, admitted));
+    poll_fn(|context| exchange.poll_output(context)).await;
+    let whole = exchange.outlet.take_whole();
+    let mut response = whole.unwrap_or_else(|| stream_response(Body::new(Stream(exchange))));
+    if let Ok(id) = client_id {
         response.headers_mut().insert("x-request-id", id);
     }
     response
+}
+
+/// The rest of an exchange as a body. Nothing is read from the engine while the connection takes no more.
+struct Stream(Box<Exchange>);
+
+impl http_body::Body for Stream {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        if !self.0.outlet.has_output() && !self.0.session.is_ended() {
+            ready!(self.0.poll_output(context));
+        }
+        Poll::Ready(self.0.outlet.take_events().map(|events| Ok(Frame::data(events))))
+    }
 }
 
 struct Exchange {
@@ -74,6 +103,8 @@ struct Exchange {
     usage: Option<Usage>,
     first_token_at: Option<Time>,
     last_token_at: Option<Time>,
+    /// Output that the router has not heard of; it is told once for all events that come together.
+    untold: u32,
     held_since: Option<Time>,
     end: Option<End>,
     /// Nothing else ran on the replica when the attempt began, so its TTFT is a measurement.
@@ -82,6 +113,9 @@ struct Exchange {
     /// Times that the current attempt got more time for its first token because its replica was busy.
     extensions: u32,
     last_replica: Option<ReplicaId>,
+    timer: Timer,
+    /// On the fleet's list; `None` once it is booked to its end.
+    booked: Option<Booked>,
 }
 
 /// The attempt under way.
@@ -92,14 +126,15 @@ struct Running {
     assembler: Option<Assembler>,
     /// Next output index of each choice, as this engine counts.
     next: BTreeMap<u32, u32>,
+    /// Of the last plain event.
+    shape: Option<Shape>,
     /// Tells that the engine was found dead, as after a host went away without a word. `None` where the answer comes whole: an engine
     /// that shows no progress may only be slow to answer probes.
-    deaths: Option<watch::Receiver<u32>>,
+    death: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
 }
 
-/// What woke the loop.
+/// What happened.
 enum Wake {
-    Client(Stirring),
     Closing,
     Timeout,
     Verdict(Option<Verdict>),
@@ -108,8 +143,36 @@ enum Wake {
     Died,
 }
 
+/// Wakes the exchange when its session wants it. It is moved to earlier times only: one that rings too early is wound again, since
+/// each event puts the session's time off.
+#[derive(Default)]
+struct Timer {
+    sleep: Option<Pin<Box<Sleep>>>,
+    rings_at: Time,
+}
+
+impl Timer {
+    fn poll(&mut self, due: Time, fleet: &Fleet, context: &mut Context<'_>) -> Poll<()> {
+        let sleep = self.sleep.get_or_insert_with(|| {
+            self.rings_at = due;
+            Box::pin(tokio::time::sleep_until(fleet.clock.instant(due)))
+        });
+        loop {
+            if due < self.rings_at {
+                self.rings_at = due;
+                sleep.as_mut().reset(fleet.clock.instant(due));
+            }
+            ready!(sleep.as_mut().poll(context));
+            if fleet.clock.now() >= due {
+                return Poll::Ready(());
+            }
+            self.rings_at = Time::NEVER;
+        }
+    }
+}
+
 impl Exchange {
-    fn new(fleet: Arc<Fleet>, admitted: Admitted, tell: oneshot::Sender<Response<Body>>) -> Self {
+    fn new(fleet: Arc<Fleet>, admitted: Admitted) -> Self {
         let front = &fleet.front;
         let limits = Limits { attempts: front.attempts, stall: front.stall_timeout, total: front.request_timeout };
         let intake = &admitted.intake;
@@ -118,7 +181,7 @@ impl Exchange {
         let id = format!("{}{}", intake.api.id_prefix(), admitted.live.client_id);
         Self {
             session: Session::new(config, admitted.live.arrived),
-            outlet: Outlet::new(tell),
+            outlet: Outlet::new(),
             verdict: None,
             refusal: None,
             attempt: None,
@@ -127,61 +190,80 @@ impl Exchange {
             usage: None,
             first_token_at: None,
             last_token_at: None,
+            untold: 0,
             held_since: None,
             end: None,
             alone: false,
             sent_at: Time::ZERO,
             extensions: 0,
             last_replica: None,
+            timer: Timer::default(),
+            booked: Some(fleet.admit(admitted.live.clone())),
             fleet,
             admitted,
         }
     }
 
-    async fn run(mut self) {
-        let _booked = self.fleet.admit(self.admitted.live.clone());
+    /// Goes on until something waits for the client, and then as far as it can without waiting itself.
+    fn poll_output(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        let output = self.poll_actions(context);
+        self.tell_output();
+        output
+    }
+
+    fn poll_actions(&mut self, context: &mut Context<'_>) -> Poll<()> {
         loop {
             while let Some(action) = self.session.poll() {
                 self.perform(action);
             }
             if self.session.is_ended() {
-                break;
+                self.close();
+                return Poll::Ready(());
             }
-            let wake = self.wait().await;
-            self.take(wake);
+            if self.outlet.is_full() {
+                return Poll::Ready(());
+            }
+            match self.poll_wake(context) {
+                Poll::Ready(wake) => self.take(wake),
+                Poll::Pending if self.outlet.has_output() => return Poll::Ready(()),
+                Poll::Pending => return Poll::Pending,
+            }
         }
-        self.attempt = None;
-        if let Some(told) = self.verdict.take() {
-            self.fleet.decline(told);
-        }
-        self.book_end();
-        self.outlet.flush(self.fleet.front.stall_timeout).await;
     }
 
-    async fn wait(&mut self) -> Wake {
-        let due = self.fleet.clock.instant(self.session.poll_timeout().unwrap_or(Time::NEVER));
-        let blocked = self.outlet.is_blocked();
-        let deaths = self.attempt.as_ref().filter(|_| self.session.awaits_first_token()).and_then(|running| running.deaths.clone());
-        tokio::select! {
-            biased;
-            stirring = self.outlet.stirring() => Wake::Client(stirring),
-            () = self.fleet.reached(Stage::Closing) => Wake::Closing,
-            verdict = told(&mut self.verdict) => Wake::Verdict(verdict),
-            arrived = next(&mut self.attempt), if !blocked => Wake::Arrived(arrived),
-            () = found_dead(deaths) => Wake::Died,
-            () = tokio::time::sleep_until(due) => Wake::Timeout,
+    fn poll_wake(&mut self, context: &mut Context<'_>) -> Poll<Wake> {
+        // Whoever serves the client's connection is woken by the closing and asks again.
+        if self.fleet.stage() == Stage::Closing {
+            return Poll::Ready(Wake::Closing);
         }
+        if let Some(verdict) = &mut self.verdict {
+            // An error: the router forgot the request.
+            if let Poll::Ready(verdict) = Pin::new(verdict).poll(context) {
+                return Poll::Ready(Wake::Verdict(verdict.ok()));
+            }
+        }
+        if let Some(running) = &mut self.attempt {
+            if let Poll::Ready(arrived) = running.attempt.poll_next(context) {
+                return Poll::Ready(Wake::Arrived(arrived));
+            }
+            if self.session.awaits_first_token()
+                && let Some(death) = &mut running.death
+                && death.as_mut().poll(context).is_ready()
+            {
+                return Poll::Ready(Wake::Died);
+            }
+        }
+        self.poll_timer(context)
+    }
+
+    fn poll_timer(&mut self, context: &mut Context<'_>) -> Poll<Wake> {
+        let due = self.session.poll_timeout().unwrap_or(Time::NEVER);
+        self.timer.poll(due, &self.fleet, context).map(|()| Wake::Timeout)
     }
 
     fn take(&mut self, wake: Wake) {
         let now = self.fleet.clock.now();
         match wake {
-            Wake::Client(Stirring::Left) => self.session.handle(Input::ClientGone, now),
-            Wake::Client(Stirring::Took) => {
-                if !self.outlet.is_blocked() {
-                    self.session.handle(Input::ClientReady, now);
-                }
-            }
             Wake::Closing => self.session.handle(Input::DrainDeadline, now),
             Wake::Timeout => {
                 if self.is_only_busy() {
@@ -205,7 +287,7 @@ impl Exchange {
     /// Gives up a dead replica where another one can take the request; where none can, it may still come back to life.
     fn died(&mut self) {
         let Some(running) = &mut self.attempt else { return };
-        running.deaths = None;
+        running.death = None;
         let epoch = running.epoch;
         if self.fleet.any_ready() {
             self.attempt_failed(epoch, Fault::Unreachable);
@@ -240,6 +322,7 @@ impl Exchange {
 
     fn place(&mut self, mut excluded: Vec<ReplicaId>) {
         self.admitted.chain.forget_output();
+        self.untold = 0;
         let Admitted { intake, live, chain, excluded: lacking, .. } = &self.admitted;
         live.set(LiveState::Held, None);
         excluded.extend_from_slice(lacking);
@@ -303,12 +386,10 @@ impl Exchange {
         let kind = engine.config.kind;
         let mode = intake.mode(kind, self.fleet.front.assemble);
         let takes_priority = reserved::takes_priority(kind, engine.config.priorities);
-        let body = intake.upstream_body(kind, takes_priority, &live.model, mode);
-        let request = upstream::request(Method::POST, engine.url().join(intake.api.path()), engine.config.key.as_deref())
-            .header(header::CONTENT_TYPE, "application/json")
-            .header("x-request-id", self.fleet.upstream_id(live.id, owner.epoch.0))
-            .body(Full::new(Bytes::from(body)))
-            .expect("an engine's address and a minted id make a request");
+        let mut request = intake.upstream_body(kind, takes_priority, &live.model, mode);
+        let length = request.iter().map(Bytes::len).sum();
+        let request_id = self.fleet.upstream_id(live.id, owner.epoch.0);
+        request.push_front(engine.lines.address().head(intake.api.path(), &request_id, length));
         let expect = if mode == Mode::Whole { Expect::Whole } else { Expect::Events };
         let assembler = (mode == Mode::Assemble)
             .then(|| Assembler::new(intake.api, intake.wishes, format!("{}{}", intake.api.id_prefix(), live.client_id)));
@@ -316,27 +397,19 @@ impl Exchange {
         live.reset_output();
         (self.usage, self.first_token_at, self.last_token_at) = (None, None, None);
         self.fleet.metrics.attempt(owner.replica);
-        self.alone = self.fleet.peek_router(|router, now| {
-            router.fleet(now).iter().find(|status| status.id == owner.replica).is_some_and(|status| status.in_flight == 1)
-        });
         self.sent_at = now;
         self.extensions = 0;
         self.last_replica = Some(owner.replica);
-        let deaths = (mode != Mode::Whole).then(|| engine.deaths());
-        self.attempt = Some(Running {
-            attempt: self.fleet.upstream.start(request, expect),
-            engine,
-            epoch: owner.epoch,
-            assembler,
-            next: BTreeMap::new(),
-            deaths,
-        });
+        let death = (mode != Mode::Whole).then(|| found_dead(engine.deaths()));
+        let attempt = self.fleet.upstream.start(&engine, request, expect);
+        self.alone = engine.lines.busy() == 1;
+        self.attempt = Some(Running { attempt, engine, epoch: owner.epoch, assembler, next: BTreeMap::new(), shape: None, death });
     }
 
     fn answer(&mut self, answer: Answer) {
         let response = match answer {
             Answer::Complete => {
-                let Some(whole) = self.answer.take() else { return self.send(Bytes::from_static(sse::DONE)) };
+                let Some(whole) = self.answer.take() else { return self.outlet.events().extend_from_slice(sse::DONE) };
                 whole
             }
             Answer::Rejection => match self.answer.take() {
@@ -359,7 +432,7 @@ impl Exchange {
         let epoch = running.epoch;
         let outcome = match arrived {
             Arrived::Event(event) => self.event(&event),
-            Arrived::Answer { status, headers, body } => self.whole(status, &headers, &body),
+            Arrived::Answer { head, body } => self.whole(&head, &body),
             Arrived::End => Err(Fault::Truncated),
             Arrived::Failed(fault) => Err(fault),
         };
@@ -379,6 +452,11 @@ impl Exchange {
             return self.done();
         }
         let Some(data) = &event.data else { return Ok(()) };
+        if let Some(plain) = self.read_plain(data)
+            && self.is_plain(&plain)
+        {
+            return self.plain(&plain);
+        }
         match Reading::of(self.admitted.intake.api, data)? {
             Reading::Chunk(chunk) => self.chunk(*chunk),
             Reading::Error(error) => {
@@ -387,6 +465,37 @@ impl Exchange {
                 Err(Fault::InBand)
             }
         }
+    }
+
+    fn read_plain<'a>(&mut self, data: &'a [u8]) -> Option<Plain<'a>> {
+        let shape = &mut self.attempt.as_mut()?.shape;
+        shape.as_ref().and_then(|shape| shape.read(data)).or_else(|| {
+            let plain = Plain::read(self.admitted.intake.api, data)?;
+            *shape = Shape::of(&plain);
+            Some(plain)
+        })
+    }
+
+    /// Whether what came before lets the event be passed on as it is.
+    fn is_plain(&self, plain: &Plain<'_>) -> bool {
+        let assembler = self.attempt.as_ref().and_then(|running| running.assembler.as_ref());
+        plain.choice < self.admitted.intake.choices && assembler.map_or_else(|| self.view.knows(plain), Assembler::has_begun)
+    }
+
+    fn plain(&mut self, plain: &Plain<'_>) -> Result<(), Fault> {
+        let now = self.fleet.clock.now();
+        if !self.offer(plain.choice, plain.count, plain.token_ids(), now) {
+            return Ok(());
+        }
+        let Some(running) = &mut self.attempt else { return Ok(()) };
+        if let Some(assembler) = &mut running.assembler {
+            assembler.push_plain(plain)?;
+        }
+        self.output(plain.count, now);
+        if self.admitted.intake.wishes.stream {
+            self.view.write(plain, self.outlet.events());
+        }
+        Ok(())
     }
 
     fn chunk(&mut self, chunk: Chunk) -> Result<(), Fault> {
@@ -398,29 +507,18 @@ impl Exchange {
             return Err(Fault::Garbled);
         }
         let now = self.fleet.clock.now();
-        let Some(running) = &mut self.attempt else { return Ok(()) };
-        let epoch = running.epoch;
         let mut passes = true;
-        let mut tokens = 0;
         for piece in &chunk.pieces {
-            let index = running.next.entry(piece.choice).or_default();
-            let offer = self.session.offer(epoch, piece.choice, *index, piece.count, now);
-            passes &= matches!(offer, Offer::Deliver { .. });
-            *index += piece.count;
-            tokens += piece.count;
-            if piece.finish.is_some() {
-                self.session.handle(Input::ChoiceFinished { epoch, choice: piece.choice }, now);
-            }
-            if piece.choice == 0 && self.admitted.exact {
-                self.admitted.chain.extend(&piece.token_ids);
+            passes &= self.offer(piece.choice, piece.count, piece.token_ids.iter().copied(), now);
+            if piece.finish.is_some()
+                && let Some(running) = &self.attempt
+            {
+                self.session.handle(Input::ChoiceFinished { epoch: running.epoch, choice: piece.choice }, now);
             }
         }
+        let Some(running) = &mut self.attempt else { return Ok(()) };
         if !passes {
             return Ok(());
-        }
-        running.engine.spoke(now);
-        if self.first_token_at.is_none() && tokens > 0 {
-            running.engine.succeeded();
         }
         if let Some(usage) = &chunk.usage {
             self.usage = Some(usage.clone());
@@ -428,29 +526,42 @@ impl Exchange {
         if let Some(assembler) = &mut running.assembler {
             assembler.push(&chunk)?;
         }
-        let begins = tokens > 0 || chunk.pieces.iter().any(|piece| piece.finish.is_some());
-        if begins {
+        let tokens = chunk.pieces.iter().map(|piece| piece.count).sum();
+        if tokens > 0 || chunk.pieces.iter().any(|piece| piece.finish.is_some()) {
             self.output(tokens, now);
+        } else {
+            running.engine.spoke(now);
         }
         if self.admitted.intake.wishes.stream
             && let Some(event) = self.view.event(chunk)
         {
-            self.send(event);
+            self.outlet.events().extend_from_slice(&event);
         }
         Ok(())
     }
 
-    /// Sends an event. While the client is behind, the engine's silence is no fault of the engine.
-    fn send(&mut self, event: Bytes) {
-        if self.outlet.send(event) {
-            self.session.handle(Input::ClientBlocked, self.fleet.clock.now());
+    /// Counts output of a choice under the attempt's epoch; says whether it may pass.
+    fn offer(&mut self, choice: u32, count: u32, token_ids: impl Iterator<Item = u32>, now: Time) -> bool {
+        let Some(running) = &mut self.attempt else { return false };
+        let index = running.next.entry(choice).or_default();
+        let offer = self.session.offer(running.epoch, choice, *index, count, now);
+        *index += count;
+        if choice == 0 && self.admitted.exact {
+            self.admitted.chain.extend(token_ids);
         }
+        matches!(offer, Offer::Deliver { .. })
     }
 
     /// Books output and tells the router of it.
     fn output(&mut self, tokens: u32, now: Time) {
         let live = &self.admitted.live;
         live.add_output(tokens);
+        if let Some(running) = &self.attempt {
+            running.engine.spoke(now);
+            if self.first_token_at.is_none() && tokens > 0 {
+                running.engine.succeeded();
+            }
+        }
         let cached = self.usage.as_ref().and_then(Usage::cached_tokens).map(Tokens);
         if self.first_token_at.is_none() {
             self.first_token_at = Some(now);
@@ -464,9 +575,16 @@ impl Exchange {
             if let Some(last) = self.last_token_at {
                 self.fleet.metrics.token_gap(now.since(last));
             }
-            self.fleet.peek_router(|router, now| router.output_tokens(live.id, tokens, now));
+            self.untold += tokens;
         }
         self.last_token_at = Some(now);
+    }
+
+    fn tell_output(&mut self) {
+        let tokens = std::mem::take(&mut self.untold);
+        if tokens > 0 {
+            self.fleet.peek_router(|router, now| router.output_tokens(self.admitted.live.id, tokens, now));
+        }
     }
 
     /// `[DONE]`: the engine says that this is all.
@@ -483,12 +601,14 @@ impl Exchange {
             self.answer = Some(json_response(StatusCode::OK, assembler.finish().into()));
         }
         self.observe(&running.engine);
+        running.attempt.release();
         self.session.handle(Input::Completed { epoch }, now);
         Ok(())
     }
 
     /// An answer in one piece.
-    fn whole(&mut self, status: StatusCode, headers: &http::HeaderMap, body: &Bytes) -> Result<(), Fault> {
+    fn whole(&mut self, head: &Head, body: &Bytes) -> Result<(), Fault> {
+        let status = head.status;
         let now = self.fleet.clock.now();
         let Some(running) = &self.attempt else { return Ok(()) };
         let epoch = running.epoch;
@@ -496,7 +616,7 @@ impl Exchange {
             return Err(Fault::Status(status.as_u16()));
         }
         let mut response = json_response(status, body.clone());
-        if let Some(kind) = headers.get(header::CONTENT_TYPE) {
+        if let Some(kind) = &head.content_type {
             response.headers_mut().insert(header::CONTENT_TYPE, kind.clone());
         }
         self.answer = Some(response);
@@ -546,6 +666,18 @@ impl Exchange {
         }
     }
 
+    /// Books the request to its end, once.
+    fn close(&mut self) {
+        let Some(booked) = self.booked.take() else { return };
+        self.attempt = None;
+        self.tell_output();
+        if let Some(told) = self.verdict.take() {
+            self.fleet.decline(told);
+        }
+        self.book_end();
+        drop(booked);
+    }
+
     fn book_end(&mut self) {
         let end = self.end.expect("a session ends with an end");
         let live = &self.admitted.live;
@@ -576,27 +708,23 @@ impl Exchange {
     }
 }
 
-/// The router's later verdict; `None` when it forgot the request.
-async fn told(verdict: &mut Option<oneshot::Receiver<Verdict>>) -> Option<Verdict> {
-    match verdict {
-        Some(verdict) => verdict.await.ok(),
-        None => std::future::pending().await,
+impl Drop for Exchange {
+    /// A client that has left ends its request. What a panic leaves is put in order by [`Booked`].
+    fn drop(&mut self) {
+        if self.booked.is_none() || std::thread::panicking() {
+            return;
+        }
+        self.session.handle(Input::ClientGone, self.fleet.clock.now());
+        while let Some(action) = self.session.poll() {
+            self.perform(action);
+        }
+        self.close();
     }
 }
 
-async fn found_dead(deaths: Option<watch::Receiver<u32>>) {
-    match deaths {
-        // The sender is the engine's, which the attempt holds.
-        Some(mut deaths) => _ = deaths.changed().await,
-        None => std::future::pending().await,
-    }
-}
-
-async fn next(attempt: &mut Option<Running>) -> Arrived {
-    match attempt {
-        Some(running) => running.attempt.next().await,
-        None => std::future::pending().await,
-    }
+fn found_dead(mut deaths: watch::Receiver<u32>) -> Pin<Box<dyn Future<Output = ()> + Send>> {
+    // The sender is the engine's, which the attempt holds.
+    Box::pin(async move { _ = deaths.changed().await })
 }
 
 /// Whether another replica would say the same. A refused key is the gateway's own trouble with this one engine.

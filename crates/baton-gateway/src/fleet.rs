@@ -10,7 +10,7 @@ use std::{
 
 use baton_policy::{Arrival, Outcome, Placed, ReplicaSpec, ReplicaState, Router, Verdict};
 use baton_session::Fault;
-use baton_units::{BlockSize, ReplicaId, RequestId, Time};
+use baton_units::{BlockSize, ReplicaId, RequestId, Time, Tokens};
 use baton_wire::openai::ModelCard;
 use tokio::sync::{Notify, oneshot, watch};
 
@@ -40,6 +40,7 @@ pub(crate) struct Fleet {
     pub(crate) metrics: Metrics,
     pub(crate) upstream: Upstream,
     engines: RwLock<Vec<Arc<Engine>>>,
+    catalogue: RwLock<Arc<Catalogue>>,
     placement: Mutex<Placement>,
     /// When the router wants to be asked again, for the task that does so.
     timer: Notify,
@@ -73,6 +74,22 @@ struct Requests {
     names_kept: usize,
 }
 
+/// The models that engines serve or served, made anew when one tells another list.
+#[derive(Debug, Default)]
+pub(crate) struct Catalogue {
+    /// By name.
+    pub(crate) models: BTreeMap<String, Listed>,
+    /// Of any engine.
+    pub(crate) longest_context: Option<Tokens>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Listed {
+    pub(crate) card: ModelCard,
+    /// Replicas that do not serve it.
+    pub(crate) lacking: Vec<ReplicaId>,
+}
+
 /// A verdict now, or later.
 pub(crate) enum Placing {
     Now(Verdict),
@@ -86,6 +103,7 @@ impl Fleet {
             metrics: Metrics::default(),
             upstream: Upstream::new(&front),
             engines: RwLock::default(),
+            catalogue: RwLock::default(),
             placement: Mutex::new(Placement {
                 router: Router::new(policy.router(), policy.seed),
                 waiting: HashMap::new(),
@@ -206,13 +224,14 @@ impl Fleet {
             .map(|(place, config)| match engines.get(place) {
                 Some(engine) if engine.config == config => engine.clone(),
                 Some(_) | None => {
-                    let engine = Arc::new(Engine::new(ReplicaId(place as u32), config));
+                    let engine = Arc::new(Engine::new(ReplicaId(place as u32), config, self.front.idle_connections));
                     fresh.push(engine.clone());
                     engine
                 }
             })
             .collect();
         drop(engines);
+        self.list_models();
         let changed = fresh.iter().map(|engine| engine.id);
         self.with_router(|router, _| gone.into_iter().chain(changed).for_each(|id| router.remove_replica(id)));
         fresh
@@ -282,19 +301,29 @@ impl Fleet {
 
     /// Every model that an engine serves or served, each once.
     pub(crate) fn models(&self) -> Vec<ModelCard> {
-        let mut cards: BTreeMap<String, ModelCard> = BTreeMap::new();
-        for engine in self.engines() {
-            for card in &engine.facts().models {
-                cards.entry(card.id.clone()).or_insert_with(|| card.clone());
-            }
-        }
-        cards.into_values().collect()
+        self.catalogue().models.values().map(|listed| listed.card.clone()).collect()
     }
 
-    /// Replicas that do not serve a model.
-    pub(crate) fn without_model(&self, model: &str) -> Vec<ReplicaId> {
-        let lacks = |engine: &&Arc<Engine>| engine.model(model).is_none();
-        self.engines().iter().filter(lacks).map(|engine| engine.id).collect()
+    pub(crate) fn catalogue(&self) -> Arc<Catalogue> {
+        self.catalogue.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// To be called after an engine's models or shape changed.
+    pub(crate) fn list_models(&self) {
+        let engines = self.engines();
+        let mut models: BTreeMap<String, Listed> = BTreeMap::new();
+        let mut longest_context = None;
+        for engine in &engines {
+            let facts = engine.facts();
+            longest_context = longest_context.max(facts.spec.map(|spec| spec.max_model_len));
+            for card in &facts.models {
+                models.entry(card.id.clone()).or_insert_with(|| Listed { card: card.clone(), lacking: Vec::new() });
+            }
+        }
+        for (name, listed) in &mut models {
+            listed.lacking = engines.iter().filter(|engine| engine.model(name).is_none()).map(|engine| engine.id).collect();
+        }
+        *self.catalogue.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(Catalogue { models, longest_context });
     }
 
     // Requests.

@@ -90,7 +90,7 @@ impl Gateway {
     /// The replica was started (again), perhaps at another address: it is probed at once and used when it answers.
     pub fn replica_up(&self, id: ReplicaId, url: BaseUrl) {
         if let Some(engine) = self.shared.fleet.engine(id) {
-            engine.facts().url = url;
+            engine.move_to(url);
             engine.probe.notify_one();
         }
     }
@@ -124,13 +124,14 @@ impl Gateway {
         }
         let app = api::routes().merge(admin::routes(&shared)).method_not_allowed_fallback(async || Refusal::MethodNotAllowed);
         let app = app.layer(from_fn(api::echo_request_id)).with_state(shared.clone());
+        let door = api::Door::new(shared.clone(), app);
         let fleet = shared.fleet.clone();
         let timer = TaskGuard::spawn(async move { fleet.keep_time().await });
         let draining = async {
             self.drain_after(shutdown).await;
             drop(timer);
         };
-        tokio::join!(listener::serve(listener, app, shared.fleet.clone()), draining);
+        tokio::join!(listener::serve(listener, door, shared.fleet.clone()), draining);
         Ok(())
     }
 

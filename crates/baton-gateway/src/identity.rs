@@ -5,7 +5,7 @@ use baton_units::Priority;
 use http::HeaderMap;
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::{json::RawObject, reserved::PRIORITY_MAX};
+use crate::{body::JsonBody, reserved::PRIORITY_MAX};
 
 /// Longest `x-request-id` that is echoed; a longer one is replaced.
 const REQUEST_ID_BYTES_MAX: usize = 256;
@@ -22,7 +22,7 @@ pub(crate) struct Identity {
 }
 
 impl Identity {
-    pub(crate) fn read(headers: &HeaderMap, body: &RawObject) -> Self {
+    pub(crate) fn read(headers: &HeaderMap, body: &JsonBody) -> Self {
         let text = |field| body.read::<String>(field).ok().flatten().filter(|text| !text.is_empty());
         let session = header(headers, "x-session-id").map(str::to_owned).or_else(|| text("prompt_cache_key")).or_else(|| text("user"));
         let program = header(headers, "x-program-id");
@@ -51,7 +51,7 @@ mod tests {
 
     fn identity(headers: &[(&'static str, &str)], body: &str) -> Identity {
         let headers = headers.iter().map(|(name, value)| (http::HeaderName::from_static(name), value.parse().unwrap())).collect();
-        Identity::read(&headers, &serde_json::from_str(body).unwrap())
+        Identity::read(&headers, &JsonBody::parse(body.to_owned().into(), None).unwrap())
     }
 
     #[test]

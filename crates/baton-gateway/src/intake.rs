@@ -1,14 +1,15 @@
 //! A completion request as it came in: checked, its reserved fields taken out, its prompt and wishes understood.
 
-use std::collections::BTreeSet;
+use std::collections::VecDeque;
 
 use baton_kv::KeyDomain;
 use baton_units::Tokens;
 use baton_wire::openai::{ErrorBody, Prompt, StreamOptions};
+use bytes::Bytes;
 use http::{HeaderMap, header::CONTENT_TYPE};
-use serde_json::{Map, Value, value::RawValue};
 
 use crate::{
+    body::{Edit, JsonBody},
     config::{EngineKind, FrontConfig},
     identity::Identity,
     json::RawObject,
@@ -68,11 +69,12 @@ pub(crate) enum PromptSource {
     Completion { prompt: Prompt, add_special: bool },
 }
 
+/// Parts of the body, as JSON.
 #[derive(Debug, Clone)]
 pub(crate) struct ChatPrompt {
-    pub(crate) messages: Box<RawValue>,
-    pub(crate) tools: Option<Box<RawValue>>,
-    pub(crate) kwargs: Map<String, Value>,
+    pub(crate) messages: Vec<Bytes>,
+    pub(crate) tools: Option<Bytes>,
+    pub(crate) kwargs: Option<Bytes>,
     pub(crate) add_generation_prompt: bool,
     pub(crate) add_special: bool,
 }
@@ -93,22 +95,20 @@ pub(crate) struct Intake {
     pub(crate) prompt: PromptSource,
     /// Nothing in it keeps the answer from being put together from a stream.
     streams_fully: bool,
-    /// The body without what is stripped.
-    body: RawObject,
+    body: JsonBody,
+    /// What is stripped of it, whatever the engine.
+    stripped: Vec<&'static str>,
 }
 
 impl Intake {
     /// Reads and checks a body; the error is what the client gets.
-    pub(crate) fn read(api: Api, headers: &HeaderMap, bytes: &[u8], front: &FrontConfig) -> Result<Self, Refusal> {
+    pub(crate) fn read(api: Api, headers: &HeaderMap, bytes: Bytes, front: &FrontConfig) -> Result<Self, Refusal> {
         if headers.get(CONTENT_TYPE).is_some_and(|kind| !is_json(kind.as_bytes())) {
             return Err(Refusal::Body(ErrorBody::unsupported_media_type()));
         }
-        let mut body: RawObject = baton_wire::openai::parse(bytes).map_err(Refusal::Body)?;
-        for field in reserved::stripped(front.client_chat_template) {
-            if body.remove(field) {
-                tracing::debug!(field, "stripped a reserved field");
-            }
-        }
+        let list = (api == Api::Chat).then_some("messages");
+        let body = JsonBody::parse(bytes.clone(), list).map_err(|_| Refusal::Body(complaint(&bytes)))?;
+        let stripped = reserved::stripped(front.client_chat_template).filter(|field| body.has(field)).collect();
         let wishes = wishes(&body)?;
         let prompt = match api {
             Api::Chat => PromptSource::Chat(chat_prompt(&body)?),
@@ -133,6 +133,7 @@ impl Intake {
             prompt,
             streams_fully: streams_fully(&body),
             body,
+            stripped,
         })
     }
 
@@ -145,33 +146,33 @@ impl Intake {
         }
     }
 
-    /// The body for an engine.
-    pub(crate) fn upstream_body(&self, kind: EngineKind, takes_priority: bool, model: &str, mode: Mode) -> Vec<u8> {
-        let mut body = self.body.clone();
-        body.set("model", &model);
-        match (&self.salt, kind.takes_salt()) {
-            (Some(salt), true) => body.set("cache_salt", salt),
-            _ => _ = body.remove("cache_salt"),
+    /// The body for an engine, in pieces.
+    pub(crate) fn upstream_body(&self, kind: EngineKind, takes_priority: bool, model: &str, mode: Mode) -> VecDeque<Bytes> {
+        let mut edits: Vec<Edit> = self.stripped.iter().map(|field| Edit::remove(field)).collect();
+        if self.model.as_deref() != Some(model) {
+            edits.push(Edit::set("model", &model));
         }
-        if takes_priority && self.identity.priority.0 != 0 {
-            body.set("priority", &self.identity.priority);
-        } else {
-            body.remove("priority");
-        }
+        edits.push(match &self.salt {
+            Some(salt) if kind.takes_salt() => Edit::set("cache_salt", salt),
+            Some(_) | None => Edit::remove("cache_salt"),
+        });
+        edits.push(match self.identity.priority.0 {
+            priority if takes_priority && priority != 0 => Edit::set("priority", &priority),
+            _ => Edit::remove("priority"),
+        });
         if mode == Mode::Whole {
-            body.remove("stream");
-            body.remove("stream_options");
-            return body.to_vec();
+            edits.extend([Edit::remove("stream"), Edit::remove("stream_options")]);
+            return self.body.edited(&edits);
         }
-        body.set("stream", &true);
+        edits.push(Edit::set("stream", &true));
         if kind.gives_usage() {
             let continuous_usage_stats = self.wishes.continuous_usage.then_some(true);
-            body.set("stream_options", &StreamOptions { include_usage: Some(true), continuous_usage_stats });
+            edits.push(Edit::set("stream_options", &StreamOptions { include_usage: Some(true), continuous_usage_stats }));
         }
         if kind.gives_token_ids() {
-            body.set("return_token_ids", &true);
+            edits.push(Edit::set("return_token_ids", &true));
         }
-        body.to_vec()
+        self.body.edited(&edits)
     }
 }
 
@@ -186,11 +187,21 @@ impl PromptSource {
 }
 
 /// A field of its type, or vLLM's kind of complaint about it.
-fn read<T: serde::de::DeserializeOwned>(body: &RawObject, field: &str) -> Result<Option<T>, Refusal> {
+fn read<T: serde::de::DeserializeOwned>(body: &JsonBody, field: &str) -> Result<Option<T>, Refusal> {
     body.read(field).map_err(|error| Refusal::Body(ErrorBody::validation("type_error", &format!("body.{field}"), &error.to_string())))
 }
 
-fn wishes(body: &RawObject) -> Result<Wishes, Refusal> {
+/// Why a body is none, in vLLM's words.
+fn complaint(bytes: &[u8]) -> ErrorBody {
+    match baton_wire::openai::parse::<RawObject>(bytes) {
+        Err(error) => error,
+        // An object, so its messages are no list.
+        Ok(object) if object.given("messages").is_none() => ErrorBody::missing_field("messages"),
+        Ok(_) => ErrorBody::validation("list_type", "body.messages", "Input should be a valid list"),
+    }
+}
+
+fn wishes(body: &JsonBody) -> Result<Wishes, Refusal> {
     let options = read::<StreamOptions>(body, "stream_options")?.unwrap_or_default();
     Ok(Wishes {
         stream: read(body, "stream")?.unwrap_or(false),
@@ -200,22 +211,23 @@ fn wishes(body: &RawObject) -> Result<Wishes, Refusal> {
     })
 }
 
-fn chat_prompt(body: &RawObject) -> Result<ChatPrompt, Refusal> {
-    let messages = body.given("messages").ok_or_else(|| Refusal::Body(ErrorBody::missing_field("messages")))?;
-    if !messages.get().starts_with('[') {
-        return Err(Refusal::Body(ErrorBody::validation("list_type", "body.messages", "Input should be a valid list")));
+fn chat_prompt(body: &JsonBody) -> Result<ChatPrompt, Refusal> {
+    if !body.has("messages") {
+        return Err(Refusal::Body(ErrorBody::missing_field("messages")));
     }
     let continues = read::<bool>(body, "continue_final_message")?.unwrap_or(false);
+    // The template's own arguments are read again when it is rendered; what is wrong with them is told here.
+    read::<serde_json::Map<String, serde_json::Value>>(body, "chat_template_kwargs")?;
     Ok(ChatPrompt {
-        messages: messages.to_owned(),
-        tools: body.given("tools").map(ToOwned::to_owned),
-        kwargs: read(body, "chat_template_kwargs")?.unwrap_or_default(),
+        messages: body.elements().collect(),
+        tools: body.given("tools"),
+        kwargs: body.given("chat_template_kwargs"),
         add_generation_prompt: read(body, "add_generation_prompt")?.unwrap_or(!continues),
         add_special: read(body, "add_special_tokens")?.unwrap_or(false),
     })
 }
 
-fn completion_prompt(body: &RawObject) -> Result<PromptSource, Refusal> {
+fn completion_prompt(body: &JsonBody) -> Result<PromptSource, Refusal> {
     let prompt = read::<Prompt>(body, "prompt")?.ok_or_else(|| Refusal::Body(ErrorBody::missing_field("prompt")))?;
     let source = PromptSource::Completion { prompt, add_special: read(body, "add_special_tokens")?.unwrap_or(true) };
     if source.count() == 0 {
@@ -225,10 +237,9 @@ fn completion_prompt(body: &RawObject) -> Result<PromptSource, Refusal> {
 }
 
 /// Echoed prompts, prompt logprobs and searches over several candidates come whole or not at all.
-fn streams_fully(body: &RawObject) -> bool {
-    let asked = |field: &str| body.given(field).is_some_and(|value| value.get() != "false");
-    let fields: BTreeSet<&str> = ["echo", "prompt_logprobs", "best_of", "use_beam_search", "suffix", "audio"].into();
-    !fields.into_iter().any(asked)
+fn streams_fully(body: &JsonBody) -> bool {
+    let asked = |field: &&str| body.given(field).is_some_and(|value| value != "false");
+    !["echo", "prompt_logprobs", "best_of", "use_beam_search", "suffix", "audio"].iter().any(asked)
 }
 
 /// A salt that stands for the client's without being it: equal salts share, and nobody can name a domain that the gateway made.
@@ -246,13 +257,14 @@ mod tests {
     use super::*;
 
     fn read_chat(body: &str) -> Result<Intake, Refusal> {
-        Intake::read(Api::Chat, &HeaderMap::new(), body.as_bytes(), &FrontConfig::default())
+        Intake::read(Api::Chat, &HeaderMap::new(), body.to_owned().into(), &FrontConfig::default())
     }
 
     fn upstream(body: &str, kind: EngineKind) -> String {
         let intake = read_chat(body).unwrap();
         let mode = intake.mode(kind, true);
-        String::from_utf8(intake.upstream_body(kind, kind == EngineKind::Baton, "m", mode)).unwrap()
+        let pieces = intake.upstream_body(kind, kind == EngineKind::Baton, "m", mode);
+        String::from_utf8(Vec::from(pieces).concat()).unwrap()
     }
 
     #[test]
@@ -305,7 +317,7 @@ mod tests {
 
     #[test]
     fn choices_are_counted_over_prompts_and_bounded() {
-        let read = |body: &str| Intake::read(Api::Completions, &HeaderMap::new(), body.as_bytes(), &FrontConfig::default());
+        let read = |body: &str| Intake::read(Api::Completions, &HeaderMap::new(), body.to_owned().into(), &FrontConfig::default());
         assert_eq!(read(r#"{"prompt":["a","b"],"n":3}"#).unwrap().choices, 6);
         assert_eq!(read(r#"{"prompt":[1,2,3]}"#).unwrap().choices, 1);
         assert!(matches!(read(r#"{"prompt":"a","n":129}"#), Err(Refusal::TooManyChoices { choices: 129, limit: 128 })));

@@ -78,7 +78,7 @@ async fn pass(shared: &Shared, head: &Parts, body: Body) -> Result<Response, Ref
         }
     }
     if let Some(model) = &model {
-        choose_model(fleet, Some(model))?;
+        choose_model(&fleet.catalogue(), Some(model))?;
     }
     let mut engines: Vec<Arc<Engine>> = fleet.engines();
     engines.retain(|engine| engine.facts().health == Health::Ready);

@@ -11,6 +11,7 @@ use serde_json::Value;
 use crate::{
     intake::{ChatPrompt, PromptSource},
     segments::Segments,
+    turns::{Parts, Turns},
 };
 
 /// Prompts above this many bytes are tokenized off the threads that carry streams: HF tokenizers take about 1 ms for 4 KiB.
@@ -38,26 +39,41 @@ pub(crate) struct Tokenized {
 pub(crate) struct Tokenization {
     text: Option<Arc<Tokenizer>>,
     segments: Option<Arc<Segments>>,
+    turns: Option<Arc<Turns>>,
     estimate: Arc<Tokenizer>,
 }
 
 impl Tokenization {
     pub(crate) fn new(text: Option<Arc<Tokenizer>>) -> Self {
         let segments = text.clone().and_then(Segments::new).map(Arc::new);
-        Self { text, segments, estimate: Arc::new(Tokenizer::bytes4()) }
+        let turns = text.clone().zip(segments.clone()).and_then(|(text, segments)| Turns::new(text, segments)).map(Arc::new);
+        Self { text, segments, turns, estimate: Arc::new(Tokenizer::bytes4()) }
     }
 
     pub(crate) async fn tokenize(&self, source: &PromptSource) -> Tokenized {
-        if source.bytes() <= INLINE_BYTES_MAX {
-            return self.tokenize_now(source);
+        let parts = self.parts(source);
+        let new_bytes = parts.as_ref().map_or_else(|| source.bytes(), |parts| parts.new_bytes);
+        if new_bytes <= INLINE_BYTES_MAX {
+            return self.tokenize_now(source, parts);
         }
         let (tokenization, source) = (self.clone(), source.clone());
-        tokio::task::spawn_blocking(move || tokenization.tokenize_now(&source)).await.expect("tokenizing does not panic")
+        tokio::task::spawn_blocking(move || tokenization.tokenize_now(&source, parts)).await.expect("tokenizing does not panic")
     }
 
-    fn tokenize_now(&self, source: &PromptSource) -> Tokenized {
+    /// What is known of a conversation, where it can be tokenized by its messages.
+    fn parts(&self, source: &PromptSource) -> Option<Parts> {
+        match (&self.turns, source) {
+            (Some(turns), PromptSource::Chat(chat)) if !chat.add_special && !chat.messages.is_empty() => Some(turns.find(chat)),
+            _ => None,
+        }
+    }
+
+    fn tokenize_now(&self, source: &PromptSource, parts: Option<Parts>) -> Tokenized {
         match source {
-            PromptSource::Chat(chat) => self.tokenize_chat(chat),
+            PromptSource::Chat(chat) => {
+                let by_parts = parts.zip(self.turns.as_ref()).and_then(|(parts, turns)| turns.encode(chat, parts));
+                by_parts.map_or_else(|| self.tokenize_chat(chat), Tokenized::exact)
+            }
             PromptSource::Completion { prompt, add_special } => self.tokenize_completion(prompt, *add_special),
         }
     }
@@ -72,9 +88,9 @@ impl Tokenization {
             Some(Err(error)) => {
                 // The engine may know better (images), and says itself what it does not take.
                 tracing::debug!(%error, "estimated a prompt that the chat template does not render");
-                self.estimate(chat.messages.get().trim_end_matches(']'))
+                self.estimate(&chat.text())
             }
-            None => self.estimate(chat.messages.get().trim_end_matches(']')),
+            None => self.estimate(&chat.text()),
         }
     }
 
@@ -112,7 +128,7 @@ impl PromptSource {
     /// About how much text there is to tokenize; ids need no tokenizing.
     fn bytes(&self) -> usize {
         match self {
-            Self::Chat(chat) => chat.messages.get().len(),
+            Self::Chat(chat) => chat.messages.iter().map(|message| message.len()).sum(),
             Self::Completion { prompt: Prompt::Text(text), .. } => text.len(),
             Self::Completion { prompt: Prompt::Texts(texts), .. } => texts.iter().map(String::len).sum(),
             Self::Completion { prompt: Prompt::Tokens(_) | Prompt::TokenLists(_), .. } => 0,
@@ -122,9 +138,13 @@ impl PromptSource {
 
 impl ChatPrompt {
     fn render(&self, text: &Tokenizer) -> Result<String, TemplateError> {
-        let parse = |raw: &serde_json::value::RawValue| -> Value { serde_json::from_str(raw.get()).unwrap_or_default() };
-        let tools = self.tools.as_deref().map(parse);
-        text.render_chat(&parse(&self.messages), tools.as_ref(), self.add_generation_prompt, &self.kwargs)
+        let messages = self.messages.iter().map(|message| serde_json::from_slice(message).unwrap_or_default()).collect();
+        text.render_chat(&Value::Array(messages), self.tools().as_ref(), self.add_generation_prompt, &self.kwargs())
+    }
+
+    /// The messages' JSON, of which a longer conversation's begins with that of a shorter one.
+    fn text(&self) -> String {
+        self.messages.iter().map(|message| String::from_utf8_lossy(message)).collect::<Vec<_>>().join(",")
     }
 }
 
@@ -155,8 +175,8 @@ impl KeyChain {
         self.size
     }
 
-    pub(crate) fn extend(&mut self, output: &[u32]) {
-        self.tokens.extend_from_slice(output);
+    pub(crate) fn extend(&mut self, output: impl Iterator<Item = u32>) {
+        self.tokens.extend(output);
     }
 
     /// Back to the prompt alone, for an attempt that starts afresh.
@@ -177,7 +197,7 @@ mod tests {
     };
 
     fn chat(body: &str) -> PromptSource {
-        Intake::read(Api::Chat, &HeaderMap::new(), body.as_bytes(), &FrontConfig::default()).unwrap().prompt
+        Intake::read(Api::Chat, &HeaderMap::new(), body.to_owned().into(), &FrontConfig::default()).unwrap().prompt
     }
 
     fn keys(tokenized: &Tokenized) -> Arc<[BlockKey]> {
@@ -187,7 +207,7 @@ mod tests {
     #[test]
     fn a_known_template_gives_the_engines_tokens() {
         let tokenization = Tokenization::new(Some(Arc::new(Tokenizer::bytes4())));
-        let tokenized = tokenization.tokenize_now(&chat(r#"{"messages":[{"role":"user","content":"hi"}]}"#));
+        let tokenized = tokenization.tokenize_now(&chat(r#"{"messages":[{"role":"user","content":"hi"}]}"#), None);
         assert!(tokenized.exact);
         let prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n";
         assert_eq!(tokenized.tokens, Tokenizer::bytes4().encode(prompt, false));
@@ -198,8 +218,8 @@ mod tests {
         let tokenization = Tokenization::new(None);
         let long = "x".repeat(200);
         let turn = format!(r#"{{"role":"user","content":"{long}"}}"#);
-        let first = tokenization.tokenize_now(&chat(&format!(r#"{{"messages":[{turn}]}}"#)));
-        let second = tokenization.tokenize_now(&chat(&format!(r#"{{"messages":[{turn},{{"role":"assistant","content":"ok"}}]}}"#)));
+        let first = tokenization.tokenize_now(&chat(&format!(r#"{{"messages":[{turn}]}}"#)), None);
+        let second = tokenization.tokenize_now(&chat(&format!(r#"{{"messages":[{turn},{{"role":"assistant","content":"ok"}}]}}"#)), None);
         assert!(!first.exact && second.count > first.count);
         let (first, second) = (keys(&first), keys(&second));
         let shared = first.iter().zip(&*second).take_while(|(a, b)| a == b).count();
@@ -210,7 +230,7 @@ mod tests {
     fn what_the_template_refuses_is_estimated() {
         let tokenization = Tokenization::new(Some(Arc::new(Tokenizer::bytes4())));
         let image = r#"{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:"}}]}]}"#;
-        assert!(!tokenization.tokenize_now(&chat(image)).exact);
+        assert!(!tokenization.tokenize_now(&chat(image), None).exact);
     }
 
     #[test]

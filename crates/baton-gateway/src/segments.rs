@@ -4,17 +4,14 @@
 //! remembered. That is exact for tokenizers whose special tokens take nothing from their neighbours and whose pieces know nothing of
 //! their place, which [`Segments::new`] tries out for every special token.
 
-use std::{
-    collections::HashMap,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::sync::Arc;
 
 use baton_text::Tokenizer;
 use xxhash_rust::xxh3::xxh3_128;
 
-/// Tokens remembered in either of two generations; 4 bytes each, so at most 32 MiB in all.
-const GENERATION_TOKENS: usize = 4 << 20;
-/// Shorter pieces are encoded faster than they are looked up.
+use crate::{pieces::Pieces, words::Words};
+
+/// Shorter pieces are not worth an entry of their own.
 const PIECE_BYTES_MIN: usize = 48;
 /// A vocabulary beyond this names no tokens (four bytes as one token has 2^32).
 const VOCABULARY_MAX: u64 = 1 << 20;
@@ -29,15 +26,9 @@ pub(crate) struct Segments {
     specials: Vec<(String, u32)>,
     /// Bytes with which a special token begins.
     begins: Box<[bool; 256]>,
-    pieces: Mutex<Pieces>,
-}
-
-/// Pieces by the 128-bit hash of their text: two equal ones by chance are not to be expected, and would mislead a belief only.
-#[derive(Debug, Default)]
-struct Pieces {
-    young: HashMap<u128, Arc<[u32]>>,
-    old: HashMap<u128, Arc<[u32]>>,
-    young_tokens: usize,
+    /// Where the tokenizer's words add up.
+    words: Option<Words>,
+    pieces: Pieces,
 }
 
 impl Segments {
@@ -58,11 +49,18 @@ impl Segments {
         if specials.is_empty() || !adds_up {
             return None;
         }
+        // No end of one is the beginning of another, so a text cut in front of a special token is cut where the whole is.
+        let overlaps = |a: &[u8], b: &[u8]| a.len().min(b.len()) > 0 && a.iter().zip(b).all(|(a, b)| a == b);
+        let overlapping = specials.iter().flat_map(|(text, _)| (1..text.len()).map(|from| &text.as_bytes()[from..]));
+        if overlapping.into_iter().any(|end| specials.iter().any(|(text, _)| overlaps(end, text.as_bytes()))) {
+            return None;
+        }
         let mut begins = Box::new([false; 256]);
         for (text, _) in &specials {
             begins[usize::from(text.as_bytes()[0])] = true;
         }
-        Some(Self { tokenizer, specials, begins, pieces: Mutex::default() })
+        let words = Words::new(tokenizer.clone());
+        Some(Self { tokenizer, specials, begins, words, pieces: Pieces::default() })
     }
 
     /// What `tokenizer.encode(text, false)` gives.
@@ -84,6 +82,11 @@ impl Segments {
         tokens
     }
 
+    /// Whether a text before this one ends where this one begins.
+    pub(crate) fn begins_with_special(&self, text: &str) -> bool {
+        text.is_empty() || self.special_at(text.as_bytes()).is_some()
+    }
+
     fn special_at(&self, text: &[u8]) -> Option<(usize, u32)> {
         if !self.begins[usize::from(text[0])] {
             return None;
@@ -93,43 +96,24 @@ impl Segments {
 
     fn encode_piece(&self, piece: &str, tokens: &mut Vec<u32>) {
         if piece.len() < PIECE_BYTES_MIN {
-            if !piece.is_empty() {
-                tokens.extend(self.tokenizer.encode(piece, false));
-            }
-            return;
+            return self.encode_words(piece, tokens);
         }
         let key = xxh3_128(piece.as_bytes());
-        let known = self.pieces().get(key);
+        let known = self.pieces.lock().get(key).cloned();
         let piece = known.unwrap_or_else(|| {
-            let encoded: Arc<[u32]> = self.tokenizer.encode(piece, false).into();
-            self.pieces().insert(key, encoded.clone());
+            let mut encoded = Vec::with_capacity(piece.len() / 3);
+            self.encode_words(piece, &mut encoded);
+            let encoded: Arc<[u32]> = encoded.into();
+            self.pieces.lock().insert(key, encoded.clone());
             encoded
         });
         tokens.extend_from_slice(&piece);
     }
 
-    fn pieces(&self) -> std::sync::MutexGuard<'_, Pieces> {
-        self.pieces.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Pieces {
-    fn get(&mut self, key: u128) -> Option<Arc<[u32]>> {
-        if let Some(piece) = self.young.get(&key) {
-            return Some(piece.clone());
-        }
-        let piece = self.old.remove(&key)?;
-        self.insert(key, piece.clone());
-        Some(piece)
-    }
-
-    /// Bounded by two generations: what was not used during the last one is forgotten.
-    fn insert(&mut self, key: u128, piece: Arc<[u32]>) {
-        self.young_tokens += piece.len();
-        self.young.insert(key, piece);
-        if self.young_tokens > GENERATION_TOKENS {
-            self.old = std::mem::take(&mut self.young);
-            self.young_tokens = 0;
+    fn encode_words(&self, text: &str, tokens: &mut Vec<u32>) {
+        match &self.words {
+            Some(words) => words.encode(text, tokens),
+            None => tokens.extend(self.tokenizer.encode(text, false)),
         }
     }
 }
@@ -176,19 +160,7 @@ mod tests {
         let piece = "a sentence that is long enough to be worth remembering ".repeat(3);
         let before = SEGMENTS.encode(&piece);
         let key = xxh3_128(piece.as_bytes());
-        assert_eq!(SEGMENTS.pieces().get(key).as_deref(), Some(before.as_slice()));
-    }
-
-    #[test]
-    fn memory_is_bounded_and_keeps_what_is_used() {
-        let mut pieces = Pieces::default();
-        let piece: Arc<[u32]> = vec![0; GENERATION_TOKENS / 4].into();
-        for key in 0..40 {
-            pieces.insert(key, piece.clone());
-            pieces.get(0).expect("it is used all the time");
-            assert!(pieces.young.len() + pieces.old.len() <= 12);
-        }
-        assert!(pieces.get(20).is_none());
+        assert_eq!(SEGMENTS.pieces.lock().get(key).map(|piece| &**piece), Some(before.as_slice()));
     }
 
     #[test]

@@ -1,31 +1,50 @@
-//! The gateway as a client of its engines: one pooled HTTP/1.1 client, and one attempt at one request as a sequence of arrivals.
+//! The gateway as a client of its engines: a plain client for what is rare, and one attempt at one request as a sequence of arrivals.
 
-use std::{collections::VecDeque, time::Duration};
+use std::{
+    collections::VecDeque,
+    fmt,
+    future::poll_fn,
+    io,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll, Waker, ready},
+    time::Duration,
+};
 
 use baton_session::Fault;
 use baton_wire::sse::{Decoder, Event};
 use bytes::{Bytes, BytesMut};
-use http::{HeaderMap, Method, Request, StatusCode, Uri, header};
+use http::{Method, Request, StatusCode, Uri, header};
 use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper_util::{
-    client::legacy::{Client, ResponseFuture, connect::HttpConnector},
+    client::legacy::{Client, connect::HttpConnector},
     rt::{TokioExecutor, TokioTimer},
 };
+use tokio::time::timeout;
+use tower_service::Service as _;
 
-use crate::config::FrontConfig;
+use crate::{
+    config::FrontConfig,
+    engine::Engine,
+    line::{Address, Busy, Head, Line},
+};
 
 /// Largest answer that is taken in one piece: an answer with logprobs for 100k tokens has some 30 MiB.
 const WHOLE_BYTES_MAX: usize = 256 << 20;
 /// Largest answer to a probe or an admin call; a metrics page has some 100 KiB.
 const FETCH_BYTES_MAX: usize = 16 << 20;
-/// How long an idle connection is kept; engines close theirs after 5 s (uvicorn) or more.
+/// How long an idle connection of the plain client is kept; engines close theirs after 5 s (uvicorn) or more.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
+/// For the end of a body after its last event.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The pooled client.
+/// Ways to the engines.
 #[derive(Debug, Clone)]
 pub(crate) struct Upstream {
+    /// For what is rare: probes, admin calls, paths that are passed through.
     client: Client<HttpConnector, Full<Bytes>>,
+    connector: HttpConnector,
 }
 
 /// Why a small exchange (a probe, an admin call) gave nothing.
@@ -59,13 +78,13 @@ impl Upstream {
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(IDLE_TIMEOUT)
             .pool_max_idle_per_host(front.idle_connections)
-            .build(connector);
-        Self { client }
+            .build(connector.clone());
+        Self { client, connector }
     }
 
-    /// Sends a request whose answer comes as `expect` says.
-    pub(crate) fn start(&self, request: Request<Full<Bytes>>, expect: Expect) -> Attempt {
-        Attempt { state: State::Connecting(self.client.request(request)), expect, arrived: VecDeque::new() }
+    /// Sends a request, head and pieces of its body, whose answer comes as `expect` says.
+    pub(crate) fn start(&self, engine: &Engine, request: VecDeque<Bytes>, expect: Expect) -> Attempt {
+        Attempt::new(request, expect, engine.lines.enter(), self.connector.clone())
     }
 
     /// The whole answer to a small request.
@@ -103,19 +122,19 @@ pub(crate) enum Expect {
     Whole,
 }
 
-/// One try at an engine. Dropping it closes its connection unless the answer was complete, which makes the engine stop.
+/// One try of a request at one engine. Dropped before its end, it closes the connection, which makes the engine stop.
 #[derive(Debug)]
 pub(crate) struct Attempt {
-    state: State,
     expect: Expect,
-    arrived: VecDeque<Arrived>,
+    lines: Busy,
+    state: State,
 }
 
-#[derive(Debug)]
 enum State {
-    Connecting(ResponseFuture),
-    Events { body: Incoming, decoder: Decoder },
-    Whole { status: StatusCode, headers: HeaderMap, body: Incoming, bytes: BytesMut },
+    Connecting { request: VecDeque<Bytes>, line: Pin<Box<dyn Future<Output = io::Result<Line>> + Send>> },
+    Waiting(Line),
+    Events { line: Line, decoder: Decoder },
+    Whole { line: Line, head: Head, bytes: BytesMut },
     Over,
 }
 
@@ -127,80 +146,136 @@ pub(crate) enum Arrived {
     End,
     /// A whole answer, or an error status with its body.
     Answer {
-        status: StatusCode,
-        headers: HeaderMap,
+        head: Head,
         body: Bytes,
     },
     Failed(Fault),
 }
 
 impl Attempt {
-    /// The next arrival. Cancel-safe: what has arrived stays.
-    pub(crate) async fn next(&mut self) -> Arrived {
-        loop {
-            if let Some(arrived) = self.arrived.pop_front() {
-                return arrived;
+    fn new(request: VecDeque<Bytes>, expect: Expect, lines: Busy, connector: HttpConnector) -> Self {
+        let state = match lines.take() {
+            Some(mut line) => {
+                line.send(request);
+                State::Waiting(line)
             }
-            self.read().await;
-        }
-    }
-
-    async fn read(&mut self) {
-        match &mut self.state {
-            State::Connecting(response) => match response.await {
-                Ok(response) => self.take_head(response),
-                Err(error) => {
-                    tracing::debug!(%error, "no answer from the engine");
-                    self.end(Arrived::Failed(Fault::Unreachable));
-                }
-            },
-            State::Events { body, decoder } => match body.frame().await {
-                Some(Ok(frame)) => {
-                    let Ok(data) = frame.into_data() else { return };
-                    for event in decoder.push(&data) {
-                        let Ok(event) = event else { return self.end(Arrived::Failed(Fault::Garbled)) };
-                        self.arrived.push_back(Arrived::Event(event));
-                    }
-                }
-                Some(Err(_)) => self.end(Arrived::Failed(Fault::Truncated)),
-                None => {
-                    let last = decoder.finish().map(Arrived::Event);
-                    self.arrived.extend(last);
-                    self.end(Arrived::End);
-                }
-            },
-            State::Whole { status, headers, body, bytes } => match body.frame().await {
-                Some(Ok(frame)) => {
-                    let Ok(data) = frame.into_data() else { return };
-                    bytes.extend_from_slice(&data);
-                    if bytes.len() > WHOLE_BYTES_MAX {
-                        self.end(Arrived::Failed(Fault::Garbled));
-                    }
-                }
-                Some(Err(_)) => self.end(Arrived::Failed(Fault::Truncated)),
-                None => {
-                    let answer =
-                        Arrived::Answer { status: *status, headers: std::mem::take(headers), body: std::mem::take(bytes).freeze() };
-                    self.end(answer);
-                }
-            },
-            // Asking again after the end is the caller's bug; waiting for ever would hide it from nobody but cost nothing.
-            State::Over => std::future::pending().await,
-        }
-    }
-
-    fn take_head(&mut self, response: http::Response<Incoming>) {
-        let (head, body) = response.into_parts();
-        let is_stream = head.headers.get(header::CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"));
-        self.state = match (self.expect, head.status) {
-            (Expect::Events, StatusCode::OK) if is_stream => State::Events { body, decoder: Decoder::default() },
-            (Expect::Events, StatusCode::OK) => return self.end(Arrived::Failed(Fault::Garbled)),
-            (_, status) => State::Whole { status, headers: head.headers, body, bytes: BytesMut::new() },
+            None => State::Connecting { request, line: Box::pin(connect(connector, lines.address())) },
         };
+        Self { expect, lines, state }
     }
 
-    fn end(&mut self, last: Arrived) {
-        self.arrived.push_back(last);
+    /// The next arrival. After [`Arrived::End`], an answer or a failure there is none.
+    pub(crate) fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Arrived> {
+        let arrived = loop {
+            match &mut self.state {
+                State::Connecting { request, line } => match ready!(line.as_mut().poll(context)) {
+                    Ok(mut line) => {
+                        line.send(std::mem::take(request));
+                        self.state = State::Waiting(line);
+                    }
+                    Err(error) => {
+                        tracing::debug!(%error, "no connection to the engine");
+                        break Arrived::Failed(Fault::Unreachable);
+                    }
+                },
+                State::Waiting(line) => match ready!(line.poll_head(context)) {
+                    Ok(head) => {
+                        if let Err(fault) = self.take_head(head) {
+                            break Arrived::Failed(fault);
+                        }
+                    }
+                    Err(error) => {
+                        tracing::debug!(%error, "no answer from the engine");
+                        break Arrived::Failed(Fault::Unreachable);
+                    }
+                },
+                State::Events { line, decoder } => {
+                    match decoder.push(&[]).next() {
+                        Some(Ok(event)) => return Poll::Ready(Arrived::Event(event)),
+                        Some(Err(_)) => break Arrived::Failed(Fault::Garbled),
+                        None => {}
+                    }
+                    match ready!(line.poll_data(context)) {
+                        // Its events are taken in the next round.
+                        Ok(Some(data)) => _ = decoder.push(data),
+                        Ok(None) => match decoder.finish() {
+                            Some(event) => return Poll::Ready(Arrived::Event(event)),
+                            None => break Arrived::End,
+                        },
+                        Err(_) => break Arrived::Failed(Fault::Truncated),
+                    }
+                }
+                State::Whole { line, bytes, .. } => match ready!(line.poll_data(context)) {
+                    Ok(Some(data)) => {
+                        bytes.extend_from_slice(data);
+                        if bytes.len() > WHOLE_BYTES_MAX {
+                            break Arrived::Failed(Fault::Garbled);
+                        }
+                    }
+                    Ok(None) => break self.take_answer(),
+                    Err(_) => break Arrived::Failed(Fault::Truncated),
+                },
+                // Asking again after the end is the caller's bug; waiting for ever would hide it from nobody but cost nothing.
+                State::Over => return Poll::Pending,
+            }
+        };
         self.state = State::Over;
+        Poll::Ready(arrived)
+    }
+
+    fn take_head(&mut self, head: Head) -> Result<(), Fault> {
+        let State::Waiting(line) = std::mem::replace(&mut self.state, State::Over) else { return Ok(()) };
+        let is_stream = head.content_type.as_ref().is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"));
+        self.state = match (self.expect, head.status) {
+            (Expect::Events, StatusCode::OK) if is_stream => State::Events { line, decoder: Decoder::default() },
+            (Expect::Events, StatusCode::OK) => return Err(Fault::Garbled),
+            _ => State::Whole { line, head, bytes: BytesMut::new() },
+        };
+        Ok(())
+    }
+
+    fn take_answer(&mut self) -> Arrived {
+        let State::Whole { line, head, bytes } = std::mem::replace(&mut self.state, State::Over) else { return Arrived::End };
+        self.lines.put(line);
+        Arrived::Answer { head, body: bytes.freeze() }
+    }
+
+    /// The request has all that it wanted: the connection serves the next one as soon as the rest of the body is out of the way.
+    pub(crate) fn release(self) {
+        let Self { lines, state, .. } = self;
+        let lines = lines.clone();
+        let State::Events { mut line, .. } = state else { return };
+        match drain(&mut line, &mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(()) => lines.put(line),
+            // Engines end their chunks a moment after `[DONE]`.
+            Poll::Pending => drop(tokio::spawn(async move {
+                if timeout(DRAIN_TIMEOUT, poll_fn(|context| drain(&mut line, context))).await.is_ok() {
+                    lines.put(line);
+                }
+            })),
+        }
+    }
+}
+
+/// Reads to the end of a body; a broken one makes the connection useless, which [`crate::line::Lines::put`] sees.
+fn drain(line: &mut Line, context: &mut Context<'_>) -> Poll<()> {
+    while let Ok(Some(_)) = ready!(line.poll_data(context)) {}
+    Poll::Ready(())
+}
+
+async fn connect(mut connector: HttpConnector, address: Arc<Address>) -> io::Result<Line> {
+    let stream = connector.call(address.uri.clone()).await.map_err(io::Error::other)?;
+    Ok(Line::new(stream.into_inner(), address))
+}
+
+impl fmt::Debug for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Connecting { .. } => "Connecting",
+            Self::Waiting(_) => "Waiting",
+            Self::Events { .. } => "Events",
+            Self::Whole { .. } => "Whole",
+            Self::Over => "Over",
+        })
     }
 }

@@ -12,7 +12,7 @@ use crate::{
 pub struct Limits {
     /// Attempts in all, the first one included; at least 1.
     pub attempts: u32,
-    /// Longest silence of a replica after its first token, and longest time that a client may leave its stream unread.
+    /// Longest silence of a replica after its first token.
     pub stall: Duration,
     /// Longest life of the request, waiting included.
     pub total: Duration,
@@ -57,9 +57,6 @@ pub enum Input {
     },
     /// The replica has lately answered others: without a first token yet it is busy rather than hung, and gets its time again.
     ReplicaAlive,
-    /// The client takes no more at the moment, so silence of the replica means nothing.
-    ClientBlocked,
-    ClientReady,
     ClientGone,
     /// The gateway must stop and will wait no longer.
     DrainDeadline,
@@ -129,10 +126,6 @@ enum Phase {
     Streaming {
         silent_since: Time,
     },
-    /// As `Streaming`, but the client does not read.
-    Blocked {
-        since: Time,
-    },
     Ended,
 }
 
@@ -173,7 +166,7 @@ impl Session {
             Phase::Ended => return None,
             Phase::Placing => Time::NEVER,
             Phase::Starting { due, .. } => due,
-            Phase::Streaming { silent_since: since } | Phase::Blocked { since } => since + self.config.limits.stall,
+            Phase::Streaming { silent_since } => silent_since + self.config.limits.stall,
         };
         Some(own.min(self.deadline))
     }
@@ -209,10 +202,7 @@ impl Session {
             return Offer::Drop;
         };
         if self.register.is_current(epoch) && count > 0 {
-            self.phase = match self.phase {
-                Phase::Blocked { since } => Phase::Blocked { since },
-                Phase::Placing | Phase::Starting { .. } | Phase::Streaming { .. } | Phase::Ended => Phase::Streaming { silent_since: now },
-            };
+            self.phase = Phase::Streaming { silent_since: now };
         }
         offer
     }
@@ -245,16 +235,6 @@ impl Session {
             Input::ReplicaAlive => {
                 if let Phase::Starting { within, .. } = self.phase {
                     self.phase = Phase::Starting { due: now + within, within };
-                }
-            }
-            Input::ClientBlocked => {
-                if let Phase::Streaming { .. } = self.phase {
-                    self.phase = Phase::Blocked { since: now };
-                }
-            }
-            Input::ClientReady => {
-                if let Phase::Blocked { .. } = self.phase {
-                    self.phase = Phase::Streaming { silent_since: now };
                 }
             }
             Input::ClientGone => self.end(End::Cancelled),
@@ -300,8 +280,7 @@ impl Session {
         match self.phase {
             Phase::Starting { due, within } if now >= due => self.fail(Fault::NoFirstToken(within)),
             Phase::Streaming { silent_since } if now >= silent_since + stall => self.fail(Fault::Stalled(stall)),
-            Phase::Blocked { since } if now >= since + stall => self.end(End::Cancelled),
-            Phase::Placing | Phase::Starting { .. } | Phase::Streaming { .. } | Phase::Blocked { .. } | Phase::Ended => {}
+            Phase::Placing | Phase::Starting { .. } | Phase::Streaming { .. } | Phase::Ended => {}
         }
     }
 

@@ -104,6 +104,11 @@ impl Tokenizer {
         bytes
     }
 
+    /// How many bytes a token stands for; none outside the vocabulary.
+    pub fn token_len(&self, id: u32) -> usize {
+        self.vocabulary.len_of(id)
+    }
+
     /// The token as its vocabulary writes it (`Ġof`), `None` outside it.
     pub fn token_str(&self, id: u32) -> Option<String> {
         match &self.encoder {

@@ -53,6 +53,13 @@ impl Vocabulary {
         matches!(self, Self::Table(table) if table.special.get(token as usize) == Some(&true))
     }
 
+    pub(crate) fn len_of(&self, token: u32) -> usize {
+        match self {
+            Self::Table(table) => table.piece(token).map_or(0, <[u8]>::len),
+            Self::Bytes4 => bytes4_len(token),
+        }
+    }
+
     /// Appends the token's bytes; a token outside the vocabulary has none.
     pub(crate) fn append(&self, token: u32, bytes: &mut Vec<u8>) {
         match self {

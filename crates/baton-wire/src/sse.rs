@@ -1,6 +1,7 @@
 //! Server-sent events (WHATWG HTML, section 9.2), as OpenAI servers use them.
 
 use bytes::{Bytes, BytesMut};
+use memchr::memchr2;
 use serde::Serialize;
 
 /// Ends every OpenAI stream.
@@ -104,8 +105,7 @@ impl Decoder {
 
     /// End of the current line's content and start of the next line. A `\r` at the end of the buffer may be half of `\r\n`.
     fn next_line_end(&mut self) -> Option<(usize, usize)> {
-        let rest = &self.buffer[self.scanned..];
-        let Some(offset) = rest.iter().position(|&byte| byte == b'\n' || byte == b'\r') else {
+        let Some(offset) = memchr2(b'\n', b'\r', &self.buffer[self.scanned..]) else {
             self.scanned = self.buffer.len();
             return None;
         };
@@ -147,6 +147,12 @@ impl Iterator for Events<'_> {
 
 /// Name and data of an event's lines. One line of data is a view into `raw`; several are copied.
 fn fields(raw: &Bytes) -> (Option<Bytes>, Option<Bytes>) {
+    // What nearly all events are: one line of data.
+    if let Some(data) = raw.strip_prefix(b"data: ").and_then(|rest| rest.strip_suffix(b"\n\n"))
+        && memchr2(b'\n', b'\r', data).is_none()
+    {
+        return (None, Some(raw.slice_ref(data)));
+    }
     let (mut name, mut data) = (None, None::<Bytes>);
     let mut joined = BytesMut::new();
     for line in raw.split(|&byte| byte == b'\n' || byte == b'\r').filter(|line| !line.is_empty()) {

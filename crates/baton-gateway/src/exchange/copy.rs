@@ -1,29 +1,30 @@
 //! Carrying out the router's wish for a second copy of a prefix: one output token that nobody waits for, so that the blocks of its
 //! prompt are there afterwards.
 
-use std::sync::Arc;
+use std::{collections::VecDeque, future::poll_fn, sync::Arc};
 
 use baton_policy::{Outcome, PrefixCopy};
 use bytes::Bytes;
-use http::{Method, Request, StatusCode, header};
-use http_body_util::Full;
+use http::StatusCode;
 use tokio::time::timeout;
 
 use super::Admitted;
 use crate::{
     fleet::{Fleet, Stage},
-    upstream::{self, Arrived, Expect},
+    intake::Api,
+    line::Head,
+    upstream::{Arrived, Attempt, Expect},
 };
 
 /// Sends the copy beside the request that paid for it, where the engine takes token ids and the tokens are its own.
 pub(super) fn send(fleet: &Arc<Fleet>, admitted: &Admitted, copy: PrefixCopy) {
-    match request(fleet, admitted, &copy) {
-        Some(request) => _ = tokio::spawn(carry(fleet.clone(), copy, request)),
+    match start(fleet, admitted, &copy) {
+        Some(attempt) => _ = tokio::spawn(carry(fleet.clone(), copy, attempt)),
         None => fleet.finished(copy.request, Outcome::Cancelled, None),
     }
 }
 
-fn request(fleet: &Fleet, admitted: &Admitted, copy: &PrefixCopy) -> Option<Request<Full<Bytes>>> {
+fn start(fleet: &Fleet, admitted: &Admitted, copy: &PrefixCopy) -> Option<Attempt> {
     let engine = fleet.engine(copy.to).filter(|engine| admitted.exact && engine.config.kind.gives_token_ids())?;
     let tokens = copy.blocks * admitted.chain.block_size().get() as usize;
     let prefix = admitted.chain.tokens().get(..tokens)?;
@@ -31,17 +32,17 @@ fn request(fleet: &Fleet, admitted: &Admitted, copy: &PrefixCopy) -> Option<Requ
     if let Some(salt) = &admitted.intake.salt {
         body["cache_salt"] = salt.as_str().into();
     }
-    let request = upstream::request(Method::POST, engine.url().join("/v1/completions"), engine.config.key.as_deref())
-        .header(header::CONTENT_TYPE, "application/json")
-        .header("x-request-id", fleet.upstream_id(copy.request, 1));
-    request.body(Full::new(Bytes::from(body.to_string()))).ok()
+    let body = Bytes::from(body.to_string());
+    let head = engine.lines.address().head(Api::Completions.path(), &fleet.upstream_id(copy.request, 1), body.len());
+    Some(fleet.upstream.start(&engine, VecDeque::from([head, body]), Expect::Whole))
 }
 
-async fn carry(fleet: Arc<Fleet>, copy: PrefixCopy, request: Request<Full<Bytes>>) {
+async fn carry(fleet: Arc<Fleet>, copy: PrefixCopy, mut attempt: Attempt) {
     let limit = fleet.front.first_token_timeout;
-    let mut attempt = fleet.upstream.start(request, Expect::Whole);
     let done = tokio::select! {
-        arrived = timeout(limit, attempt.next()) => matches!(arrived, Ok(Arrived::Answer { status: StatusCode::OK, .. })),
+        arrived = timeout(limit, poll_fn(|context| attempt.poll_next(context))) => {
+            matches!(arrived, Ok(Arrived::Answer { head: Head { status: StatusCode::OK, .. }, .. }))
+        }
         () = fleet.reached(Stage::Closing) => false,
     };
     if done {

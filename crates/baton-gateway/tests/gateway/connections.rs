@@ -51,6 +51,47 @@ async fn a_body_that_does_not_come_is_waited_for_no_longer_than_allowed() {
     }
 }
 
+/// More than the sockets between engine and client hold.
+const FLOOD_BYTES: usize = 64 << 20;
+
+#[tokio::test]
+async fn a_client_that_does_not_read_stops_its_engine_and_is_taken_for_gone() {
+    let mut engine = FakeEngine::start().await;
+    let mut config = config(&[&engine]);
+    config.gateway.stall_timeout = Duration::from_millis(100);
+    let front = Front::with(config).await;
+    let mut stream = TcpStream::connect(&front.address).await.unwrap();
+    let body = r#"{"model":"smollm2-135m","messages":[],"stream":true}"#;
+    let head = format!("POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", body.len());
+    stream.write_all(format!("{head}{body}").as_bytes()).await.unwrap();
+    let sender = engine.call().await.stream();
+    let event = format!(r#"data: {{"id":"x","choices":[{{"index":0,"delta":{{"content":"{}"}}}}]}}"#, "y".repeat(60 << 10)) + "\n\n";
+    let mut sent = 0;
+    let flood = async {
+        while sent < FLOOD_BYTES {
+            sender.send(event.clone()).await;
+            sent += event.len();
+        }
+    };
+    tokio::select! {
+        biased;
+        () = sender.closed() => {}
+        () = flood => panic!("the gateway takes what nobody reads"),
+    }
+    stream.readable().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_head_beyond_its_limit_is_refused() {
+    let engine = FakeEngine::start().await;
+    let front = Front::over(&[&engine]).await;
+    let mut stream = TcpStream::connect(&front.address).await.unwrap();
+    // As much as is taken, without an end.
+    let begun = "GET /live HTTP/1.1\r\nhost: x\r\nx-much: ";
+    stream.write_all((begun.to_owned() + &"y".repeat((64 << 10) - begun.len())).as_bytes()).await.unwrap();
+    assert!(until_closed(&mut stream).await.starts_with("HTTP/1.1 431 "));
+}
+
 #[tokio::test]
 async fn a_body_of_nonsense_chunks_is_no_large_body() {
     let engine = FakeEngine::start().await;

@@ -44,7 +44,7 @@ fn batch(frames: &[Bytes]) -> KvEventBatch {
 
 /// Blocks that an index holds after these messages in order.
 fn blocks_after(messages: &[Vec<Bytes>]) -> usize {
-    let mut index = FleetIndex::new("", std::time::Duration::from_secs(1));
+    let mut index = FleetIndex::new("", std::time::Duration::from_secs(1), baton_units::Bytes(1 << 20));
     for message in messages {
         index.apply(ReplicaId(0), Incarnation(1), &batch(message), Time(1));
     }

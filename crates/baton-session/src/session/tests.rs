@@ -112,28 +112,6 @@ fn a_replica_that_answers_others_is_busy_and_not_hung() {
 }
 
 #[test]
-fn silence_is_not_held_against_a_replica_whose_client_does_not_read() {
-    let mut session = running(CONFIG);
-    session.offer(Epoch(1), 0, 0, 1, Time(1));
-    let late = Time(1) + LIMITS.stall;
-    session.handle(Input::ClientBlocked, Time(2));
-    session.handle(Input::ClientReady, late);
-    session.handle(Input::Timeout, late);
-    assert_eq!(drain(&mut session), []);
-    session.handle(Input::Timeout, late + LIMITS.stall);
-    assert_eq!(drain(&mut session).last(), Some(&Action::End(End::Failed(Fault::Stalled(LIMITS.stall)))));
-}
-
-#[test]
-fn a_client_that_never_reads_is_taken_for_gone() {
-    let mut session = running(CONFIG);
-    session.offer(Epoch(1), 0, 0, 1, Time(1));
-    session.handle(Input::ClientBlocked, Time(2));
-    session.handle(Input::Timeout, Time(2) + LIMITS.stall);
-    assert_eq!(drain(&mut session), [Action::Stop(owner(0, 1)), Action::End(End::Cancelled)]);
-}
-
-#[test]
 fn the_total_limit_and_the_drain_end_a_request_with_an_error() {
     for (input, now, end) in
         [(Input::Timeout, Time::ZERO + LIMITS.total, End::TimedOut(LIMITS.total)), (Input::DrainDeadline, Time(5), End::Drained)]
