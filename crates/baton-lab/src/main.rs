@@ -3,6 +3,7 @@
 
 mod connections;
 mod engine;
+mod play;
 mod prompts;
 mod proxy;
 mod wire;
@@ -27,6 +28,8 @@ enum Command {
     Load(proxy::LoadArgs),
     /// Memory of a process while connections idle and while clients do not read their streams
     Connections(connections::ConnectionsArgs),
+    /// A workload of the simulator against any address in real time; `bench/peers` runs it
+    Play(play::PlayArgs),
 }
 
 fn main() -> Result<()> {
@@ -37,5 +40,6 @@ fn main() -> Result<()> {
         Command::Proxy(args) => runtime.block_on(proxy::run(&args)),
         Command::Load(args) => runtime.block_on(proxy::run_load(&args)),
         Command::Connections(args) => runtime.block_on(connections::run(&args)),
+        Command::Play(args) => runtime.block_on(play::run(&args)),
     }
 }
