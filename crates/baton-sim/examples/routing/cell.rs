@@ -62,7 +62,7 @@ pub(crate) const SUITES: [(&str, &[&str]); 3] = [
             "engine=serial,scheduler workload=mix load=0.7 events=2000 reports=5000",
             "engine=serial,scheduler workload=shared load=0.25,0.5,0.7,0.85,0.95",
             "engine=serial,scheduler workload=shared load=0.5 prefixes=60 zipf=0,1.5",
-            "engine=serial,scheduler workload=shared load=0.5 prefixes=160 zipf=0",
+            "engine=serial,scheduler workload=shared load=0.5 prefixes=160 zipf=0 requests=2000",
             "engine=serial,scheduler workload=shared load=0.5 blocks=1728",
             "engine=serial,scheduler workload=shared load=0.5 output=256",
             "engine=serial,scheduler workload=shared load=0.5 replicas=4,64",
