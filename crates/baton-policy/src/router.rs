@@ -578,6 +578,12 @@ impl Router {
         if rent <= 0.0 {
             return None;
         }
+        // The work would be there and not here: what that does to others counts too. In a full fleet nobody gains by moving it about.
+        let delay = self.config.weights.delay;
+        let rent = rent + own.terms.delay - delay * self.delay_of_copy_ms(target, own.terms.prefill);
+        if rent <= 0.0 {
+            return None;
+        }
         let paid = self.rents.pay(end, rent, now);
         let to = quoted.candidates[target].replica;
         let missing = blocks - self.depth(to) as usize;
