@@ -108,7 +108,7 @@ impl<S: Subject> Bench<S> {
     /// Fills the structure with chains, each on one replica. Returns (replica, key) pairs to probe, in random order.
     fn fill(&mut self, blocks: u64) -> Vec<(ReplicaId, BlockKey)> {
         let before = resident_bytes();
-        let mut took = Duration::ZERO;
+        let (mut took, mut longest) = (Duration::ZERO, Duration::ZERO);
         let chains = blocks / CHAIN;
         let mut probes = Vec::new();
         for chain in 0..chains {
@@ -117,9 +117,11 @@ impl<S: Subject> Bench<S> {
             if chain % chains.div_ceil(2000) == 0 {
                 probes.extend(keys.iter().map(|key| (self.home(chain), *key)));
             }
-            took += self.publish(self.home(chain), stored(&keys, tokens));
+            let batch = self.publish(self.home(chain), stored(&keys, tokens));
+            (took, longest) = (took + batch, longest.max(batch));
         }
         println!("fill_ns_per_block {:.0}", took.as_secs_f64() * 1e9 / blocks as f64);
+        println!("longest_ms {:.1}", longest.as_secs_f64() * 1e3);
         println!("bytes_per_block {:.0}", (resident_bytes() - before) as f64 / blocks as f64);
         fastrand::Rng::with_seed(1).shuffle(&mut probes);
         probes

@@ -16,8 +16,11 @@ const STAMP_ORIGIN: u64 = 1 << 60;
 const EXTENSION_TOUCHES_AFTER: u64 = 1_000_000_000;
 /// Blocks that the smallest bound leaves room for.
 const BLOCKS_MIN: usize = 1024;
-/// Of the bound, the share of blocks that go together when room is made.
-const EVICTED_AT_ONCE: usize = 256;
+/// Blocks that go together when room is made, or this share of all if that is less: a pause of some 2 ms.
+const EVICTED_AT_ONCE: usize = 2048;
+const EVICTED_SHARE: usize = 16;
+/// Expectations are looked through this often in a lifetime, since a look goes over all replicas.
+const EXPIRIES_IN_LIFETIME: u64 = 1024;
 /// Blocks that go from one list before its worth is compared again.
 const EVICTED_IN_A_ROW: usize = 64;
 
@@ -341,7 +344,7 @@ impl Caches {
                 }
             }
         }
-        self.next_expiry = next;
+        self.next_expiry = next.max(now.saturating_add(self.lifetime / EXPIRIES_IN_LIFETIME));
     }
 
     // The engine's word
@@ -592,7 +595,7 @@ impl Caches {
         if self.room() >= blocks {
             return cut;
         }
-        let wanted = blocks.max(self.blocks_max / EVICTED_AT_ONCE).min(self.blocks_max);
+        let wanted = blocks.max(EVICTED_AT_ONCE.min(self.blocks_max / EVICTED_SHARE)).min(self.blocks_max);
         let value = |caches: &Self, slot: usize, list: usize| {
             let place = caches.replicas[slot].lists[list].oldest;
             (place != NONE).then(|| if caches.nodes[place as usize].held() { worth(slot, caches.victim(place, now)) } else { 0.0 })

@@ -63,19 +63,37 @@ fn match_words<const W: usize>(holders: &Holders, keys: &[BlockKey], depths: &mu
 }
 
 /// Finds the depths that end between two places whose sets are known.
-fn bisect<const W: usize>(holders: &Holders, keys: &[BlockKey], low: (usize, [u64; W]), high: (usize, [u64; W]), depths: &mut [u32]) {
+///
+/// All intervals are halved in turn, so that the look-ups of a round wait for memory together.
+fn bisect<const W: usize>(holders: &Holders, keys: &[BlockKey], low: End<W>, high: End<W>, depths: &mut [u32]) {
+    let mut open = Vec::new();
+    split(low, high, &mut open, depths);
+    let (mut sets, mut halves) = (Vec::new(), Vec::new());
+    while !open.is_empty() {
+        sets.extend(open.iter().map(|(low, high): &(End<W>, End<W>)| holders.get::<W>(keys[usize::midpoint(low.0, high.0)])));
+        for ((low, high), set) in open.drain(..).zip(sets.drain(..)) {
+            // Cut to what holds at both sides, should the writer be at work between the look-ups.
+            let middle = (usize::midpoint(low.0, high.0), both(low.1, set));
+            split(low, middle, &mut halves, depths);
+            split(middle, (high.0, both(middle.1, high.1)), &mut halves, depths);
+        }
+        std::mem::swap(&mut open, &mut halves);
+    }
+}
+
+/// A place in the chain and who holds its block.
+type End<const W: usize> = (usize, [u64; W]);
+
+/// Keeps an interval in which depths end, or tells them if they can end at one place only.
+fn split<const W: usize>(low: End<W>, high: End<W>, open: &mut Vec<(End<W>, End<W>)>, depths: &mut [u32]) {
     if low.1 == high.1 {
         return;
     }
     if low.0 + 1 == high.0 {
         end(minus(low.1, high.1), high.0, depths);
-        return;
+    } else {
+        open.push((low, high));
     }
-    let middle = usize::midpoint(low.0, high.0);
-    // Cut to what holds at both sides, should the writer be at work between the look-ups.
-    let set = both(low.1, holders.get(keys[middle]));
-    bisect(holders, keys, low, (middle, set), depths);
-    bisect(holders, keys, (middle, set), (high.0, both(set, high.1)), depths);
 }
 
 fn still_words<const W: usize>(holders: &Holders, keys: &[BlockKey], depths: &[u32]) -> bool {
