@@ -18,7 +18,7 @@
 use std::{collections::BTreeSet, fmt, net::SocketAddr, time::Duration};
 
 use baton_policy::{PolicyName, PriceWeights, PriorityClass, RouterConfig};
-use baton_units::{Priority, ReplicaId};
+use baton_units::{Bytes, Priority, ReplicaId};
 use http::HeaderValue;
 use serde::{Deserialize, Deserializer};
 
@@ -150,6 +150,10 @@ pub struct PolicyConfig {
     pub classes: Vec<ClassConfig>,
     /// Decisions kept for `/baton/v1/decisions`. Default 4096; about 1 KiB each and more with many replicas.
     pub decisions: usize,
+    /// Memory for what is known of the replicas' caches, at most. Default `"1GiB"`: some 8 million blocks, 128 million tokens of KV. Where
+    /// it is full, those blocks are forgotten that are expected to save least prefill. Lower: more hits go unseen.
+    #[serde(deserialize_with = "bytes")]
+    pub index_bytes: usize,
     /// Weights of the terms of `price`; all 1. Zero switches a term off.
     pub weights: PriceWeights,
 }
@@ -316,6 +320,7 @@ impl Default for PolicyConfig {
             queue: 1024,
             classes: Vec::new(),
             decisions: 4096,
+            index_bytes: 1 << 30,
             weights: PriceWeights::default(),
         }
     }
@@ -341,6 +346,7 @@ impl PolicyConfig {
             held_max: self.queue,
             classes: self.classes(),
             decisions_kept: self.decisions,
+            index_bytes: Bytes(self.index_bytes as u64),
             weights: self.weights,
             ..RouterConfig::default()
         }
