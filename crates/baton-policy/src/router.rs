@@ -578,9 +578,9 @@ impl Router {
         if rent <= 0.0 {
             return None;
         }
-        // The work would be there and not here: what that does to others counts too. In a full fleet nobody gains by moving it about.
-        let delay = self.config.weights.delay;
-        let rent = rent + own.terms.delay - delay * self.delay_of_copy_ms(target, own.terms.prefill);
+        // What others would lose by the work being there and not here is no gain: in a full fleet nobody gains by moving it about.
+        let delay_there = self.config.weights.delay * self.delay_of_copy_ms(target, own.terms.prefill);
+        let rent = rent - (delay_there - own.terms.delay).max(0.0);
         if rent <= 0.0 {
             return None;
         }
