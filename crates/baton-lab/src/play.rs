@@ -205,7 +205,7 @@ impl<'a> Player<'a> {
         Sample {
             kind: request.kind,
             ttft_ms: self.model_ms(seen.first),
-            tpot_ms: (gaps > 0).then(|| self.model_ms(seen.last - seen.first) / f64::from(gaps)),
+            tpot_ms: (gaps > 0).then(|| self.model_ms(seen.last.saturating_sub(seen.first)) / f64::from(gaps)),
             prompt: seen.prompt_tokens,
             cached: seen.cached_tokens,
         }
