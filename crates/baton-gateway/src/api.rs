@@ -105,7 +105,7 @@ async fn admit(
     }
     let bytes = read_body(body, &fleet.front).await?;
     let arrived = fleet.clock.now();
-    let intake = Intake::read(api, headers, bytes, &fleet.front)?;
+    let intake = Intake::read(api, headers, &bytes, &fleet.front)?;
     let catalogue = fleet.catalogue();
     let Listed { card, lacking } = choose_model(&catalogue, intake.model.as_deref())?;
     let mut tokenized = shared.tokenization.tokenize(&intake.prompt).await;
@@ -126,11 +126,12 @@ where
 {
     let (limit, within) = (front.body_limit, front.receive_timeout);
     let read = timeout(within, Limited::new(body, limit).collect()).await.map_err(|_| Refusal::BodyLate { within })?;
-    read.map(|body| body.to_bytes()).map_err(|error| match error.is::<LengthLimitError>() {
-        true => Refusal::BodyTooLarge { limit },
+    match read {
+        Ok(body) => Ok(body.to_bytes()),
+        Err(error) if error.is::<LengthLimitError>() => Err(Refusal::BodyTooLarge { limit }),
         // A client that left has nobody to read this; one whose chunks make no sense has.
-        false => Refusal::Body(ErrorBody::bad_request("the body broke off or is not framed as HTTP/1.1 says")),
-    })
+        Err(_) => Err(Refusal::Body(ErrorBody::bad_request("the body broke off or is not framed as HTTP/1.1 says"))),
+    }
 }
 
 /// The model asked for, or the only base model when none is named.

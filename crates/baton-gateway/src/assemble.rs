@@ -178,7 +178,7 @@ impl Assembler {
         Ok(())
     }
 
-    pub(crate) fn push(&mut self, chunk: &Chunk) -> Result<(), Fault> {
+    pub(crate) fn push(&mut self, chunk: &Chunk<'_>) -> Result<(), Fault> {
         let object = &chunk.object;
         keep_first(&mut self.created, object, "created");
         keep_first(&mut self.model, object, "model");
@@ -235,7 +235,7 @@ impl Assembler {
 }
 
 impl Choice {
-    fn push(&mut self, api: Api, choice: &RawObject) -> Result<(), serde_json::Error> {
+    fn push(&mut self, api: Api, choice: &RawObject<'_>) -> Result<(), serde_json::Error> {
         if choice.given("finish_reason").is_some() {
             self.finish_reason = choice.raw("finish_reason").map(ToOwned::to_owned);
         }
@@ -243,7 +243,7 @@ impl Choice {
             self.stop_reason = choice.raw("stop_reason").map(ToOwned::to_owned);
         }
         keep_first(&mut self.prompt_token_ids, choice, "prompt_token_ids");
-        let logprobs: Option<RawObject> = choice.read("logprobs")?;
+        let logprobs: Option<RawObject<'_>> = choice.read("logprobs")?;
         match api {
             Api::Completions => {
                 self.text.push_str(&choice.read::<String>("text")?.unwrap_or_default());
@@ -261,13 +261,13 @@ impl Choice {
         Ok(())
     }
 
-    fn push_delta(&mut self, delta: &RawObject) -> Result<(), serde_json::Error> {
+    fn push_delta(&mut self, delta: &RawObject<'_>) -> Result<(), serde_json::Error> {
         self.text.push_str(&delta.read::<String>("content")?.unwrap_or_default());
         let reasoning = delta.read::<String>("reasoning")?.or(delta.read("reasoning_content")?);
         if let Some(reasoning) = reasoning {
             self.reasoning.get_or_insert_default().push_str(&reasoning);
         }
-        for call in delta.read::<Vec<RawObject>>("tool_calls")?.unwrap_or_default() {
+        for call in delta.read::<Vec<RawObject<'_>>>("tool_calls")?.unwrap_or_default() {
             self.tool_calls.entry(call.read("index")?.unwrap_or(0)).or_default().push(&call)?;
         }
         Ok(())
@@ -312,14 +312,14 @@ impl Choice {
 
 impl ToolCall {
     /// The first piece of a call has id, type and name; later ones add to the arguments.
-    fn push(&mut self, delta: &RawObject) -> Result<(), serde_json::Error> {
+    fn push(&mut self, delta: &RawObject<'_>) -> Result<(), serde_json::Error> {
         if let Some(id) = delta.read("id")? {
             self.id = id;
         }
         if let Some(kind) = delta.read("type")? {
             self.kind = kind;
         }
-        let function: RawObject = delta.read("function")?.unwrap_or_default();
+        let function: RawObject<'_> = delta.read("function")?.unwrap_or_default();
         self.function.name.push_str(&function.read::<String>("name")?.unwrap_or_default());
         self.function.arguments.push_str(&function.read::<String>("arguments")?.unwrap_or_default());
         Ok(())
@@ -327,7 +327,7 @@ impl ToolCall {
 }
 
 impl CompletionLogprobs {
-    fn push(&mut self, logprobs: &RawObject) -> Result<(), serde_json::Error> {
+    fn push(&mut self, logprobs: &RawObject<'_>) -> Result<(), serde_json::Error> {
         append(&mut self.text_offset, logprobs, "text_offset")?;
         append(&mut self.token_logprobs, logprobs, "token_logprobs")?;
         append(&mut self.tokens, logprobs, "tokens")?;
@@ -335,12 +335,12 @@ impl CompletionLogprobs {
     }
 }
 
-fn append(list: &mut Vec<Box<RawValue>>, object: &RawObject, field: &str) -> Result<(), serde_json::Error> {
+fn append(list: &mut Vec<Box<RawValue>>, object: &RawObject<'_>, field: &str) -> Result<(), serde_json::Error> {
     list.extend(object.read::<Vec<Box<RawValue>>>(field)?.unwrap_or_default());
     Ok(())
 }
 
-fn keep_first(slot: &mut Raw, object: &RawObject, field: &str) {
+fn keep_first(slot: &mut Raw, object: &RawObject<'_>, field: &str) {
     if slot.is_none() {
         *slot = object.given(field).map(ToOwned::to_owned);
     }

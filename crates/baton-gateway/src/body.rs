@@ -4,10 +4,12 @@ use std::{borrow::Cow, collections::VecDeque, fmt, ops::Range};
 
 use bytes::Bytes;
 use serde::{
-    Deserialize, Deserializer, Serialize,
+    Deserializer, Serialize,
     de::{DeserializeOwned, DeserializeSeed, MapAccess, Visitor},
 };
 use serde_json::value::RawValue;
+
+use crate::json::Key;
 
 /// A JSON object whose fields are places in its bytes.
 #[derive(Debug, Clone)]
@@ -111,7 +113,7 @@ impl JsonBody {
 
     /// The body in pieces, changed: a field stands where it first stood, or at the end when it is new.
     pub(crate) fn edited(&self, edits: &[Edit]) -> VecDeque<Bytes> {
-        let mut pieces = Pieces { source: &self.bytes, pieces: VecDeque::with_capacity(4), own: String::from("{"), run: None, first: true };
+        let mut pieces = Pieces { source: &self.bytes, done: VecDeque::with_capacity(4), own: String::from("{"), run: None, first: true };
         let mut placed = vec![false; edits.len()];
         for field in &self.fields {
             match edits.iter().position(|edit| self.is_named(field, edit.name)) {
@@ -149,7 +151,7 @@ impl JsonBody {
 /// A body under construction: runs of untouched fields as they stand, own text between them.
 struct Pieces<'a> {
     source: &'a Bytes,
-    pieces: VecDeque<Bytes>,
+    done: VecDeque<Bytes>,
     own: String,
     run: Option<Range<usize>>,
     first: bool,
@@ -157,14 +159,13 @@ struct Pieces<'a> {
 
 impl Pieces<'_> {
     fn keep(&mut self, entry: &Range<usize>) {
-        match &mut self.run {
-            Some(run) => run.end = entry.end,
-            None => {
-                self.separate();
-                self.pieces.push_back(std::mem::take(&mut self.own).into());
-                self.run = Some(entry.clone());
-            }
+        if let Some(run) = &mut self.run {
+            run.end = entry.end;
+            return;
         }
+        self.separate();
+        self.done.push_back(std::mem::take(&mut self.own).into());
+        self.run = Some(entry.clone());
     }
 
     fn write(&mut self, name: &str, value: &str) {
@@ -181,15 +182,15 @@ impl Pieces<'_> {
 
     fn end_run(&mut self) {
         if let Some(run) = self.run.take() {
-            self.pieces.push_back(self.source.slice(run));
+            self.done.push_back(self.source.slice(run));
         }
     }
 
     fn finish(mut self) -> VecDeque<Bytes> {
         self.end_run();
         self.own.push('}');
-        self.pieces.push_back(self.own.into());
-        self.pieces
+        self.done.push_back(self.own.into());
+        self.done
     }
 }
 
@@ -197,9 +198,6 @@ impl Pieces<'_> {
 struct Fields {
     list: Option<&'static str>,
 }
-
-#[derive(Deserialize)]
-struct Key<'a>(#[serde(borrow)] Cow<'a, str>);
 
 enum Entry<'a> {
     Plain(&'a RawValue),

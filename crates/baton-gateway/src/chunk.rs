@@ -19,17 +19,17 @@ use crate::{
 
 /// What an event says.
 #[derive(Debug)]
-pub(crate) enum Reading {
-    Chunk(Box<Chunk>),
+pub(crate) enum Reading<'a> {
+    Chunk(Box<Chunk<'a>>),
     /// An error object; whatever follows it, the stream has failed.
     Error(Option<ErrorBody>),
 }
 
 /// A chunk with its choices taken apart.
 #[derive(Debug)]
-pub(crate) struct Chunk {
-    pub(crate) object: RawObject,
-    pub(crate) choices: Vec<RawObject>,
+pub(crate) struct Chunk<'a> {
+    pub(crate) object: RawObject<'a>,
+    pub(crate) choices: Vec<RawObject<'a>>,
     /// One per choice, in their order.
     pub(crate) pieces: Vec<Piece>,
     pub(crate) usage: Option<Usage>,
@@ -52,25 +52,26 @@ impl Piece {
     }
 }
 
-impl Reading {
+impl<'a> Reading<'a> {
     /// Reads the data of one event. An error means that it is no OpenAI stream.
-    pub(crate) fn of(api: Api, data: &[u8]) -> Result<Self, Fault> {
-        let object: RawObject = serde_json::from_slice(data).map_err(|_| Fault::Garbled)?;
+    pub(crate) fn of(api: Api, data: &'a [u8]) -> Result<Self, Fault> {
+        let object: RawObject<'a> = serde_json::from_slice(data).map_err(|_| Fault::Garbled)?;
         if object.given("error").is_some() {
             return Ok(Self::Error(object.read("error").ok().flatten()));
         }
-        let choices: Vec<RawObject> = object.read("choices").map_err(|_| Fault::Garbled)?.unwrap_or_default();
+        let choices = object.borrowed("choices").map(|choices| serde_json::from_str(choices.get()));
+        let choices: Vec<RawObject<'a>> = choices.transpose().map_err(|_| Fault::Garbled)?.unwrap_or_default();
         let pieces = choices.iter().map(|choice| piece(api, choice)).collect::<Result<_, _>>().map_err(|_| Fault::Garbled)?;
         let usage = object.read("usage").ok().flatten();
         Ok(Self::Chunk(Box::new(Chunk { object, choices, pieces, usage })))
     }
 }
 
-fn piece(api: Api, choice: &RawObject) -> Result<Piece, serde_json::Error> {
+fn piece(api: Api, choice: &RawObject<'_>) -> Result<Piece, serde_json::Error> {
     let token_ids: Vec<u32> = choice.read("token_ids")?.unwrap_or_default();
     let has_text = match api {
         Api::Completions => is_text(choice.given("text")),
-        Api::Chat => choice.read::<RawObject>("delta")?.is_some_and(|delta| {
+        Api::Chat => choice.read::<RawObject<'_>>("delta")?.is_some_and(|delta| {
             let text = ["content", "reasoning", "reasoning_content", "refusal"].into_iter().any(|field| is_text(delta.given(field)));
             text || delta.given("tool_calls").is_some_and(|calls| calls.get() != "[]")
         }),
@@ -118,7 +119,7 @@ impl ClientView {
     }
 
     /// The chunk as an event for the client; `None` when there is nothing in it for this client.
-    pub(crate) fn event(&mut self, chunk: Chunk) -> Option<Bytes> {
+    pub(crate) fn event(&mut self, chunk: Chunk<'_>) -> Option<Bytes> {
         let Chunk { mut object, mut choices, pieces, .. } = chunk;
         if choices.is_empty() && !self.wishes.usage {
             return None;
@@ -161,7 +162,7 @@ mod tests {
 
     const WISHES: Wishes = Wishes { stream: true, usage: false, continuous_usage: false, token_ids: false };
 
-    fn chunk(api: Api, data: &str) -> Chunk {
+    fn chunk(api: Api, data: &str) -> Chunk<'_> {
         match Reading::of(api, data.as_bytes()).unwrap() {
             Reading::Chunk(chunk) => *chunk,
             Reading::Error(error) => panic!("{error:?}"),

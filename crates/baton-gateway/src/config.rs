@@ -331,11 +331,8 @@ impl PolicyConfig {
         if self.classes.is_empty() {
             return vec![PriorityClass::default()];
         }
-        let class = |class: &ClassConfig| PriorityClass {
-            name: class.name.clone(),
-            from: Priority(class.from),
-            start_within: class.start_within,
-        };
+        let class =
+            |class: &ClassConfig| PriorityClass { name: class.name.clone(), from: Priority(class.from), start_within: class.start_within };
         self.classes.iter().map(class).collect()
     }
 

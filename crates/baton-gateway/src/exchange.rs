@@ -498,7 +498,7 @@ impl Exchange {
         Ok(())
     }
 
-    fn chunk(&mut self, chunk: Chunk) -> Result<(), Fault> {
+    fn chunk(&mut self, chunk: Chunk<'_>) -> Result<(), Fault> {
         if chunk.pieces.iter().any(super::chunk::Piece::is_abort) {
             return Err(Fault::Aborted);
         }
@@ -629,7 +629,7 @@ impl Exchange {
         engine.spoke(now);
         engine.succeeded();
         self.attempt = None;
-        self.usage = serde_json::from_slice::<crate::json::RawObject>(body).ok().and_then(|answer| answer.read("usage").ok().flatten());
+        self.usage = serde_json::from_slice::<crate::json::RawObject<'_>>(body).ok().and_then(|answer| answer.read("usage").ok().flatten());
         let tokens = self.usage.as_ref().map_or(1, |usage| usage.completion_tokens.max(1));
         self.session.offer(epoch, 0, 0, tokens, now);
         self.output(tokens, now);

@@ -12,7 +12,6 @@ use crate::{
     body::{Edit, JsonBody},
     config::{EngineKind, FrontConfig},
     identity::Identity,
-    json::RawObject,
     refusal::Refusal,
     reserved,
 };
@@ -102,12 +101,12 @@ pub(crate) struct Intake {
 
 impl Intake {
     /// Reads and checks a body; the error is what the client gets.
-    pub(crate) fn read(api: Api, headers: &HeaderMap, bytes: Bytes, front: &FrontConfig) -> Result<Self, Refusal> {
+    pub(crate) fn read(api: Api, headers: &HeaderMap, bytes: &Bytes, front: &FrontConfig) -> Result<Self, Refusal> {
         if headers.get(CONTENT_TYPE).is_some_and(|kind| !is_json(kind.as_bytes())) {
             return Err(Refusal::Body(ErrorBody::unsupported_media_type()));
         }
         let list = (api == Api::Chat).then_some("messages");
-        let body = JsonBody::parse(bytes.clone(), list).map_err(|_| Refusal::Body(complaint(&bytes)))?;
+        let body = JsonBody::parse(bytes.clone(), list).map_err(|_| Refusal::Body(complaint(bytes)))?;
         let stripped = reserved::stripped(front.client_chat_template).filter(|field| body.has(field)).collect();
         let wishes = wishes(&body)?;
         let prompt = match api {
@@ -193,10 +192,10 @@ fn read<T: serde::de::DeserializeOwned>(body: &JsonBody, field: &str) -> Result<
 
 /// Why a body is none, in vLLM's words.
 fn complaint(bytes: &[u8]) -> ErrorBody {
-    match baton_wire::openai::parse::<RawObject>(bytes) {
+    match baton_wire::openai::parse::<serde_json::Map<String, serde_json::Value>>(bytes) {
         Err(error) => error,
         // An object, so its messages are no list.
-        Ok(object) if object.given("messages").is_none() => ErrorBody::missing_field("messages"),
+        Ok(object) if object.get("messages").is_none_or(serde_json::Value::is_null) => ErrorBody::missing_field("messages"),
         Ok(_) => ErrorBody::validation("list_type", "body.messages", "Input should be a valid list"),
     }
 }
@@ -257,7 +256,7 @@ mod tests {
     use super::*;
 
     fn read_chat(body: &str) -> Result<Intake, Refusal> {
-        Intake::read(Api::Chat, &HeaderMap::new(), body.to_owned().into(), &FrontConfig::default())
+        Intake::read(Api::Chat, &HeaderMap::new(), &body.to_owned().into(), &FrontConfig::default())
     }
 
     fn upstream(body: &str, kind: EngineKind) -> String {
@@ -317,7 +316,7 @@ mod tests {
 
     #[test]
     fn choices_are_counted_over_prompts_and_bounded() {
-        let read = |body: &str| Intake::read(Api::Completions, &HeaderMap::new(), body.to_owned().into(), &FrontConfig::default());
+        let read = |body: &str| Intake::read(Api::Completions, &HeaderMap::new(), &body.to_owned().into(), &FrontConfig::default());
         assert_eq!(read(r#"{"prompt":["a","b"],"n":3}"#).unwrap().choices, 6);
         assert_eq!(read(r#"{"prompt":[1,2,3]}"#).unwrap().choices, 1);
         assert!(matches!(read(r#"{"prompt":"a","n":129}"#), Err(Refusal::TooManyChoices { choices: 129, limit: 128 })));

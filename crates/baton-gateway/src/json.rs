@@ -1,19 +1,19 @@
 //! JSON objects of which only a few fields concern the gateway; all others keep their bytes.
 
-use std::fmt;
+use std::{borrow::Cow, fmt};
 
 use serde::{
     Deserialize, Deserializer, Serialize, Serializer,
-    de::{DeserializeOwned, MapAccess, Visitor},
+    de::{MapAccess, Visitor},
     ser::SerializeMap,
 };
 use serde_json::value::RawValue;
 
 /// An object whose fields keep order, repetition and exact bytes: a number is never parsed and printed again, so none can change.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct RawObject(Vec<(String, Box<RawValue>)>);
+pub(crate) struct RawObject<'a>(Vec<(Cow<'a, str>, Cow<'a, RawValue>)>);
 
-impl RawObject {
+impl<'a> RawObject<'a> {
     /// The value of `name`; with repeated fields the last one, as engines read it.
     pub(crate) fn raw(&self, name: &str) -> Option<&RawValue> {
         self.0.iter().rev().find(|(field, _)| field == name).map(|(_, value)| &**value)
@@ -24,8 +24,16 @@ impl RawObject {
         self.raw(name).filter(|value| value.get() != "null")
     }
 
+    /// As [`Self::given`], out of what the object was read from; `None` for a field that was set since.
+    pub(crate) fn borrowed(&self, name: &str) -> Option<&'a RawValue> {
+        match &self.0.iter().rev().find(|(field, _)| field == name)?.1 {
+            Cow::Borrowed(value) => Some(*value).filter(|value| value.get() != "null"),
+            Cow::Owned(_) => None,
+        }
+    }
+
     /// Reads the value of `name`: `None` when absent or null, an error when of another type.
-    pub(crate) fn read<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>, serde_json::Error> {
+    pub(crate) fn read<'s, T: Deserialize<'s>>(&'s self, name: &str) -> Result<Option<T>, serde_json::Error> {
         self.given(name).map(|value| serde_json::from_str(value.get())).transpose()
     }
 
@@ -44,10 +52,10 @@ impl RawObject {
 
     pub(crate) fn set_raw(&mut self, name: &str, value: Box<RawValue>) {
         let Some(place) = self.0.iter().position(|(field, _)| field == name) else {
-            self.0.push((name.to_owned(), value));
+            self.0.push((Cow::Owned(name.to_owned()), Cow::Owned(value)));
             return;
         };
-        self.0[place].1 = value;
+        self.0[place].1 = Cow::Owned(value);
         let mut index = 0;
         self.0.retain(|(field, _)| {
             index += 1;
@@ -69,30 +77,34 @@ impl RawObject {
     }
 }
 
-impl Serialize for RawObject {
+/// A field's name, borrowed where it is written without escapes.
+#[derive(Deserialize)]
+pub(crate) struct Key<'a>(#[serde(borrow)] pub(crate) Cow<'a, str>);
+
+impl Serialize for RawObject<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(Some(self.0.len()))?;
         for (name, value) in &self.0 {
-            map.serialize_entry(name, value)?;
+            map.serialize_entry(name, &**value)?;
         }
         map.end()
     }
 }
 
-impl<'de> Deserialize<'de> for RawObject {
+impl<'de: 'a, 'a> Deserialize<'de> for RawObject<'a> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Fields;
         impl<'de> Visitor<'de> for Fields {
-            type Value = RawObject;
+            type Value = RawObject<'de>;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("a JSON object")
             }
 
-            fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<RawObject, M::Error> {
-                let mut fields = Vec::new();
-                while let Some(entry) = map.next_entry()? {
-                    fields.push(entry);
+            fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<RawObject<'de>, M::Error> {
+                let mut fields = Vec::with_capacity(8);
+                while let Some((Key(name), value)) = map.next_entry::<Key<'de>, &'de RawValue>()? {
+                    fields.push((name, Cow::Borrowed(value)));
                 }
                 Ok(RawObject(fields))
             }
@@ -105,11 +117,11 @@ impl<'de> Deserialize<'de> for RawObject {
 mod tests {
     use super::*;
 
-    fn object(text: &str) -> RawObject {
+    fn object(text: &str) -> RawObject<'_> {
         serde_json::from_str(text).unwrap()
     }
 
-    fn text(object: &RawObject) -> String {
+    fn text(object: &RawObject<'_>) -> String {
         String::from_utf8(object.to_vec()).unwrap()
     }
 

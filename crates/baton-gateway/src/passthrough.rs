@@ -67,16 +67,15 @@ async fn pass(shared: &Shared, head: &Parts, body: Body) -> Result<Response, Ref
     if fleet.stage() != Stage::Serving {
         return Err(Refusal::Draining);
     }
-    let mut bytes = read_body(body, &fleet.front).await?;
-    let mut model = None;
+    let bytes = read_body(body, &fleet.front).await?;
+    let (mut model, mut rewritten) = (None, None);
     if let Ok(mut object) = serde_json::from_slice::<RawObject>(&bytes) {
         let stripped = reserved::stripped(fleet.front.client_chat_template).filter(|field| object.remove(field)).count();
         let hidden = ["cache_salt", "priority"].into_iter().filter(|field| object.remove(field)).count();
         model = object.read::<String>("model").ok().flatten();
-        if stripped + hidden > 0 {
-            bytes = object.to_vec().into();
-        }
+        rewritten = (stripped + hidden > 0).then(|| object.to_vec());
     }
+    let bytes = rewritten.map_or(bytes, Bytes::from);
     if let Some(model) = &model {
         choose_model(&fleet.catalogue(), Some(model))?;
     }

@@ -301,7 +301,7 @@ mod tests {
         intake::Wishes,
     };
 
-    fn chunk(api: Api, data: &[u8]) -> Option<Chunk> {
+    fn chunk(api: Api, data: &[u8]) -> Option<Chunk<'_>> {
         match Reading::of(api, data) {
             Ok(Reading::Chunk(chunk)) => Some(*chunk),
             Ok(Reading::Error(_)) | Err(_) => None,

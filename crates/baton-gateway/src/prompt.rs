@@ -6,6 +6,7 @@ use baton_kv::{BlockKey, KeyDomain, chain_keys};
 use baton_text::{TemplateError, Tokenizer};
 use baton_units::{BlockSize, Tokens};
 use baton_wire::openai::Prompt;
+use bytes::Bytes;
 use serde_json::Value;
 
 use crate::{
@@ -128,7 +129,7 @@ impl PromptSource {
     /// About how much text there is to tokenize; ids need no tokenizing.
     fn bytes(&self) -> usize {
         match self {
-            Self::Chat(chat) => chat.messages.iter().map(|message| message.len()).sum(),
+            Self::Chat(chat) => chat.messages.iter().map(Bytes::len).sum(),
             Self::Completion { prompt: Prompt::Text(text), .. } => text.len(),
             Self::Completion { prompt: Prompt::Texts(texts), .. } => texts.iter().map(String::len).sum(),
             Self::Completion { prompt: Prompt::Tokens(_) | Prompt::TokenLists(_), .. } => 0,
@@ -197,7 +198,7 @@ mod tests {
     };
 
     fn chat(body: &str) -> PromptSource {
-        Intake::read(Api::Chat, &HeaderMap::new(), body.to_owned().into(), &FrontConfig::default()).unwrap().prompt
+        Intake::read(Api::Chat, &HeaderMap::new(), &body.to_owned().into(), &FrontConfig::default()).unwrap().prompt
     }
 
     fn keys(tokenized: &Tokenized) -> Arc<[BlockKey]> {

@@ -101,9 +101,10 @@ impl Refusal {
                 );
                 ErrorBody::bad_request(message)
             }
-            Self::Overloaded { retry_after } => {
-                ErrorBody::overloaded(format!("the fleet is too busy to start this request in time; retry after {} s", seconds(*retry_after)))
-            }
+            Self::Overloaded { retry_after } => ErrorBody::overloaded(format!(
+                "the fleet is too busy to start this request in time; retry after {} s",
+                seconds(*retry_after)
+            )),
             Self::NoReplica { retry_after } => {
                 ErrorBody::unavailable(format!("no replica is ready for this request; retry after {} s", seconds(*retry_after)))
             }

@@ -9,10 +9,25 @@ use std::{borrow::Cow, sync::Arc};
 
 use baton_text::{TemplateError, Tokenizer};
 use bytes::Bytes;
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128_with_seed};
 
 use crate::{intake::ChatPrompt, pieces::Pieces, segments::Segments};
+
+const ROLES: [&str; 4] = ["user", "assistant", "system", "tool"];
+/// Contents that templates are known to change: trimmed, stripped of thoughts, taken for something else.
+const CONTENTS: [&str; 9] = [
+    "no template has this in it",
+    "",
+    " ",
+    "\n\n a \t\n",
+    "<think>\nlong\n</think>\n\nshort",
+    "{{ a }}{% b %}{# c #}",
+    "{\"name\": \"f\", \"arguments\": {}}",
+    "caf\u{e9} \u{4f60}\u{597d}\r\n<a>&amp;'\"\\",
+    "<tool_call>\n{}\n</tool_call>\n<tool_response>\nx\n</tool_response>",
+];
 
 /// A tokenizer and chat template by parts.
 #[derive(Debug)]
@@ -22,6 +37,26 @@ pub(crate) struct Turns {
     pieces: Pieces,
     /// What the first message of [`first`] alone gives, without tools or arguments.
     first_alone: Option<String>,
+    /// Roles whose messages are their content between two fixed texts, where there are neither tools nor arguments.
+    frames: Vec<Frame>,
+}
+
+/// How a role's message is written.
+#[derive(Debug)]
+struct Frame {
+    role: &'static str,
+    before: String,
+    after: String,
+}
+
+/// A message of nothing but text.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PlainMessage<'a> {
+    #[serde(borrow)]
+    role: Cow<'a, str>,
+    #[serde(borrow)]
+    content: Cow<'a, str>,
 }
 
 /// The parts of one conversation, of which some are known.
@@ -39,8 +74,25 @@ impl Turns {
         // A date makes a part true for a day only.
         let has_clock = text.chat_template().is_some_and(|template| template.source().contains("strftime_now"));
         let first_alone = text.render_chat(&json!([first()]), None, false, &Map::new()).ok();
-        let turns = Self { text, segments, pieces: Pieces::default(), first_alone };
+        let mut turns = Self { text, segments, pieces: Pieces::default(), first_alone, frames: Vec::new() };
+        turns.frames = ROLES.into_iter().filter_map(|role| turns.frame(role)).collect();
         (!has_clock && probes().iter().all(|(conversation, tools)| turns.adds_up(conversation, tools.as_ref()))).then_some(turns)
+    }
+
+    /// The texts around a role's content; `None` where the content itself is changed.
+    fn frame(&self, role: &'static str) -> Option<Frame> {
+        let written = |content: &str| self.message_text(&[json!({ "role": role, "content": content })], 1, None, &Map::new()).ok()?;
+        let probe = written(CONTENTS[0])?;
+        let (before, after) = probe.split_once(CONTENTS[0])?;
+        let frame = Frame { role, before: before.to_owned(), after: after.to_owned() };
+        CONTENTS.iter().all(|content| written(content) == Some([before, *content, after].concat())).then_some(frame)
+    }
+
+    /// What a plain message adds that is not the first.
+    fn framed(&self, message: &[u8]) -> Option<String> {
+        let PlainMessage { role, content } = serde_json::from_slice(message).ok()?;
+        let frame = self.frames.iter().find(|frame| frame.role == role)?;
+        Some([&frame.before, &*content, &frame.after].concat())
     }
 
     /// Whether a conversation is its parts; one that the template refuses tells nothing.
@@ -94,7 +146,10 @@ impl Turns {
             if parts.known[index].is_some() {
                 continue;
             }
+            let is_plain = index > 0 && tools.is_none() && kwargs.is_empty();
+            let framed = chat.messages.get(index).filter(|_| is_plain).and_then(|message| self.framed(message));
             let text = match chat.messages.get(index) {
+                _ if framed.is_some() => Ok(framed),
                 Some(message) => {
                     let message = [serde_json::from_slice::<Value>(message).ok()?];
                     self.message_text(&message, index, tools.as_ref(), &kwargs)
@@ -225,6 +280,18 @@ mod tests {
                 prop_assert_eq!(TURNS.encode(&chat, TURNS.find(&chat)), Some(whole.clone()));
             }
             prop_assert_eq!(TURNS.find(&chat).new_bytes, 0);
+        }
+    }
+
+    #[test]
+    fn plain_messages_are_written_without_the_template() {
+        let roles: Vec<&str> = TURNS.frames.iter().map(|frame| frame.role).collect();
+        assert_eq!(roles, ROLES);
+        assert_eq!(TURNS.framed(br#"{"content":"a\nb","role":"user"}"#).as_deref(), Some("<|im_start|>user\na\nb<|im_end|>\n"));
+        for other in
+            [r#"{"role":"user","content":null}"#, r#"{"role":"user","content":"a","name":"b"}"#, r#"{"role":"other","content":"a"}"#]
+        {
+            assert_eq!(TURNS.framed(other.as_bytes()), None);
         }
     }
 

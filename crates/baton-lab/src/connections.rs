@@ -28,7 +28,7 @@ pub(crate) struct ConnectionsArgs {
     #[arg(long, default_value_t = 256)]
     streams: usize,
     /// Length of such a stream
-    #[arg(long, default_value_t = 100_000)]
+    #[arg(long, default_value_t = 6_000)]
     tokens: u32,
 }
 
