@@ -84,14 +84,15 @@ struct Summary {
     p50: f64,
     p90: f64,
     p99: f64,
+    max: f64,
 }
 
 impl Summary {
     fn of(values: impl Iterator<Item = f64>) -> Self {
         let mut values: Vec<f64> = values.collect();
         values.sort_by(f64::total_cmp);
-        let [p50, p90, p99] = [0.5, 0.9, 0.99].map(|share| percentile(&values, share));
-        Self { count: values.len(), mean: values.iter().sum::<f64>() / values.len().max(1) as f64, p50, p90, p99 }
+        let [p50, p90, p99, max] = [0.5, 0.9, 0.99, 1.0].map(|share| percentile(&values, share));
+        Self { count: values.len(), mean: values.iter().sum::<f64>() / values.len().max(1) as f64, p50, p90, p99, max }
     }
 }
 
