@@ -52,7 +52,8 @@ pub(crate) struct Coming<'a> {
 #[derive(Debug, Default)]
 pub(crate) struct Delays {
     queues: Vec<Queue>,
-    costs: Vec<f64>,
+    /// Those that matter to one request, with its cost there.
+    kept: Vec<(Queue, f64)>,
     /// By the number of queues that are over: what the others offer.
     busy: Vec<Busy>,
     by_place: Vec<f64>,
@@ -113,7 +114,6 @@ impl Delays {
         self.small.clear();
         for request in coming {
             self.add(request);
-            self.small.push(request.costs.iter().copied().fold(request.elsewhere, f64::min));
         }
         for delay in &mut self.by_place {
             *delay *= share;
@@ -148,19 +148,32 @@ impl Delays {
         }
     }
 
-    /// Of the candidate at `place`, in ms.
+    /// Of the candidate at `place`, in ms; zero where nothing was computed.
     pub(crate) fn at(&self, place: usize) -> f64 {
-        self.by_place[place]
+        self.by_place.get(place).copied().unwrap_or(0.0)
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.by_place.clear();
     }
 
     /// Adds the integrals for arrivals that are all like `request`.
     fn add(&mut self, request: Coming<'_>) {
-        let Self { queues, costs, busy, by_place, .. } = self;
-        costs.clear();
-        costs.extend(queues.iter().map(|queue| request.costs[queue.place]));
+        let Self { queues, kept, busy, by_place, small } = self;
+        // Whoever is idle no earlier than two others and costs no less is never first nor missed, and most are like that.
+        let mut before = TwoLeast { first: request.elsewhere, ..TwoLeast::NONE };
+        kept.clear();
+        for (place, queue) in queues.iter().enumerate() {
+            let cost = request.costs[queue.place];
+            if cost < before.second || queue.before.short_ms.is_finite() {
+                kept.push((*queue, cost));
+            }
+            before.add(cost, place);
+        }
+        small.push(before.first);
         busy.clear();
-        busy.resize(queues.len() + 1, Busy { ends: TwoLeast::NONE, shorts: TwoLeast::NONE });
-        for (place, (queue, cost)) in queues.iter().zip(&*costs).enumerate().rev() {
+        busy.resize(kept.len() + 1, Busy { ends: TwoLeast::NONE, shorts: TwoLeast::NONE });
+        for (place, (queue, cost)) in kept.iter().enumerate().rev() {
             let mut all = busy[place + 1];
             all.ends.add(queue.before.ms + cost, place);
             all.shorts.add(queue.before.short_wait_ms(*cost) + cost, place);
@@ -169,35 +182,32 @@ impl Delays {
         let mut idle = TwoLeast { first: request.elsewhere, ..TwoLeast::NONE };
         let (mut over, mut from) = (0, 0.0);
         loop {
-            while queues.get(over).is_some_and(|queue| queue.before.ms <= from) {
-                idle.add(costs[over], over);
+            while let Some((_, cost)) = kept.get(over).filter(|(queue, _)| queue.before.ms <= from) {
+                idle.add(*cost, over);
                 over += 1;
             }
-            let to = queues.get(over).map_or(f64::INFINITY, |queue| queue.before.ms);
+            let to = kept.get(over).map_or(f64::INFINITY, |(queue, _)| queue.before.ms);
             let Busy { ends, shorts } = busy[over];
             // Each in turn: the one that ends first between `low` and `high`, and the best of the rest then.
-            if let Some(queue) = queues.get(idle.owner).filter(|queue| queue.work_ms > 0.0 && idle.first <= shorts.first) {
-                let cost = idle.first;
+            if let Some(&(queue, cost)) = kept.get(idle.owner).filter(|(queue, _)| queue.work_ms > 0.0 && idle.first <= shorts.first) {
                 let high = to.min(queue.after.ms).min(ends.first - cost);
                 let flat = idle.second.min(shorts.first).min(queue.after.short_wait_ms(cost) + cost);
                 let falling = ends.first.min(queue.after.ms + cost);
                 by_place[queue.place] += area(flat, falling, from, high) - area(cost, f64::INFINITY, from, high);
             }
-            if let Some(queue) = queues.get(ends.owner).filter(|queue| queue.work_ms > 0.0) {
-                let cost = costs[ends.owner];
+            if let Some(&(queue, cost)) = kept.get(ends.owner).filter(|(queue, _)| queue.work_ms > 0.0) {
                 let low = from.max(ends.first - idle.first.min(shorts.first));
                 let flat = idle.first.min(shorts.without(ends.owner)).min(queue.after.short_wait_ms(cost) + cost);
                 let falling = ends.second.min(queue.after.ms + cost);
                 by_place[queue.place] += area(flat, falling, low, to) - area(f64::INFINITY, ends.first, low, to);
             }
-            if let Some(queue) = queues.get(shorts.owner).filter(|queue| queue.work_ms > 0.0 && shorts.first < idle.first) {
-                let cost = costs[shorts.owner];
+            if let Some(&(queue, cost)) = kept.get(shorts.owner).filter(|(queue, _)| queue.work_ms > 0.0 && shorts.first < idle.first) {
                 let high = to.min(ends.first - shorts.first);
                 let flat = idle.first.min(shorts.second).min(queue.after.short_wait_ms(cost) + cost);
                 let falling = ends.without(shorts.owner).min(queue.after.ms + cost);
                 by_place[queue.place] += area(flat, falling, from, high) - area(shorts.first, f64::INFINITY, from, high);
             }
-            if over == queues.len() {
+            if over == kept.len() {
                 break;
             }
             from = to;

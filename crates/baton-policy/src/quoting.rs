@@ -123,8 +123,11 @@ impl Router {
         let weights = self.config.weights;
         let shadow = weights.waste * self.demand.shadow_price();
         self.reuse.refresh();
-        self.gather_recent(candidates);
-        self.price_delay(candidates.len());
+        self.scratch.delays.clear();
+        if weights.delay > 0.0 {
+            self.gather_recent(candidates);
+            self.price_delay(candidates.len());
+        }
         let least = |term: fn(&Terms) -> f64| candidates.iter().map(|candidate| term(&candidate.terms)).fold(f64::INFINITY, f64::min);
         let (least_wait, least_prefill) = (least(|terms| terms.wait), least(|terms| terms.prefill));
         for (place, candidate) in candidates.iter_mut().enumerate() {
@@ -280,6 +283,9 @@ impl Router {
 
     /// What a copy of `work_ms` on the candidate at `place` costs those who come later; after [`Self::quote`].
     pub(crate) fn delay_of_copy_ms(&mut self, place: usize, work_ms: f64) -> f64 {
+        if self.config.weights.delay <= 0.0 {
+            return 0.0;
+        }
         let candidates = self.scratch.work_ms.len();
         self.scratch.work_ms.fill(0.0);
         self.scratch.work_ms[place] = work_ms;
