@@ -131,13 +131,23 @@ impl Router {
     pub fn upsert_replica(&mut self, spec: ReplicaSpec, _now: Time) {
         self.costs_version += 1;
         self.held.stale = true;
-        match self.replicas.get_mut(spec.id) {
-            Some(replica) if replica.spec.incarnation == spec.incarnation => replica.spec = spec,
+        let blocks = match self.replicas.get_mut(spec.id) {
+            Some(replica) if replica.spec.incarnation == spec.incarnation => std::mem::replace(&mut replica.spec, spec).kv_blocks,
             Some(_) | None => {
                 self.index.restart(spec.id, spec.incarnation);
                 self.replicas.insert(Replica::new(spec));
+                Blocks(0)
             }
+        };
+        if blocks != spec.kv_blocks {
+            self.reserve_index();
         }
+    }
+
+    /// Room for all that the replicas can hold, taken before it is needed: a table that grows makes every request wait.
+    fn reserve_index(&mut self) {
+        let blocks: u64 = self.replicas.values().map(|replica| u64::from(replica.spec.kv_blocks.0)).sum();
+        self.index.reserve((blocks as f64 * TOLD_SLACK) as usize);
     }
 
     /// A dead replica's KV counts as gone; what was sent to it stays booked until `finished`.

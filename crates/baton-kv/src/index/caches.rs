@@ -24,6 +24,9 @@ const EXPIRIES_IN_LIFETIME: u64 = 1024;
 /// Blocks that go from one list before its worth is compared again.
 const EVICTED_IN_A_ROW: usize = 64;
 
+/// A map has room for this many times its blocks: one that is fuller doubles when what was removed has left it without free places.
+const MAP_SPACE: usize = 2;
+
 const REUSED: u8 = 1;
 /// Believed without a word of the engine.
 const EXPECTED: u8 = 1 << 1;
@@ -59,6 +62,8 @@ pub(super) struct Caches {
     stamp: u64,
     bytes_max: usize,
     blocks_max: usize,
+    /// Blocks for which nothing grows any more.
+    reserved: usize,
     evicted_for_room: u64,
 }
 
@@ -174,6 +179,7 @@ impl Caches {
             stamp: STAMP_ORIGIN,
             bytes_max,
             blocks_max: 0,
+            reserved: 0,
             evicted_for_room: 0,
         };
         caches.blocks_max = caches.blocks_for_bytes();
@@ -188,6 +194,21 @@ impl Caches {
                 self.blocks_max = self.blocks_for_bytes();
             }
         }
+    }
+
+    /// Takes the memory for `blocks` in all at once, as far as the bound allows, so that nothing grows while they come.
+    pub(super) fn reserve(&mut self, blocks: usize) {
+        let blocks = blocks.min(self.blocks_max);
+        if blocks <= self.reserved {
+            return;
+        }
+        self.reserved = blocks;
+        self.nodes.reserve_exact(blocks.saturating_sub(self.nodes.len()));
+        self.holders.reserve(blocks);
+        let (nodes, places) = (&self.nodes, blocks * MAP_SPACE);
+        let node = |place: &u32| &nodes[*place as usize];
+        self.by_key.reserve(places.saturating_sub(self.by_key.len()), |place| mix(node(place).slot as usize, node(place).key.0));
+        self.by_hash.reserve(places.saturating_sub(self.by_hash.len()), |place| mix(node(place).slot as usize, node(place).hash.0));
     }
 
     pub(super) fn get(&self, slot: usize) -> Option<&Cache> {
@@ -219,7 +240,7 @@ impl Caches {
 
     /// Most (replica, block) pairs within the bound, if each block were on one replica only.
     fn blocks_for_bytes(&self) -> usize {
-        let map = |blocks: usize| (blocks * 8 / 7 + 1).next_power_of_two() * (size_of::<u32>() + 1);
+        let map = |blocks: usize| (blocks * MAP_SPACE * 8 / 7 + 1).next_power_of_two() * (size_of::<u32>() + 1);
         // While one map or the table grows, its former self is still there: the table's is counted, the maps' are halves.
         let cost = |blocks: usize| {
             blocks * size_of::<Node>() + 2 * map(blocks) + map(blocks) / 2 + HolderTable::bytes_for(blocks, self.holders.shared().words())

@@ -188,9 +188,18 @@ impl HolderTable {
 
     /// Bytes that a table for `blocks` blocks and `words` words takes at most, its growth included.
     pub(super) fn bytes_for(blocks: usize, words: usize) -> usize {
-        let buckets = (blocks as f64 / LOAD_MAX / WAYS as f64).ceil() as usize + BUCKETS_MIN;
+        let buckets = buckets_for(blocks);
         // Grown by half: the last table but one lives beside the last while entries are taken over.
         bytes(buckets * 3 / 2, words) + bytes(buckets, words)
+    }
+
+    /// Makes room for `blocks` distinct blocks. Where that takes a new table, it is half as large again as the last one at least, so that
+    /// a fleet that joins one by one makes few.
+    pub(super) fn reserve(&mut self, blocks: usize) {
+        let buckets = buckets_for(blocks);
+        if buckets > self.shared.buckets {
+            self.rebuild(buckets.max(self.shared.buckets * 3 / 2 + 1), self.shared.words);
+        }
     }
 
     /// Makes room for replicas up to `count`, in a new table if the sets get wider. Tells whether the table is another.
@@ -377,6 +386,11 @@ impl HolderTable {
         new.published.store(new.shared.clone());
         *self = new;
     }
+}
+
+/// Buckets in which `blocks` blocks find their places.
+fn buckets_for(blocks: usize) -> usize {
+    (blocks as f64 / LOAD_MAX / WAYS as f64).ceil() as usize + BUCKETS_MIN
 }
 
 fn bytes(buckets: usize, words: usize) -> usize {

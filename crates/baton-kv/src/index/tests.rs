@@ -454,6 +454,34 @@ fn memory_of_many_blocks_is_within_the_configured_bytes() {
     assert!(index.evicted_for_room() > 0 && index.len() > index.blocks_max() / 2);
 }
 
+/// Caches that fill and then change their blocks over and over, by the engines' words and names of their own.
+#[test]
+fn nothing_grows_after_room_was_reserved() {
+    let (replicas, chains, depth) = (3u32, 40u32, 25u32);
+    let mut index = FleetIndex::new("m", Duration::from_hours(1), BYTES);
+    for replica in 0..replicas {
+        index.restart(ReplicaId(replica), Incarnation(1));
+    }
+    let empty = index.bytes();
+    index.reserve((replicas * chains * depth) as usize);
+    let (reserved, reader) = (index.bytes(), index.reader());
+    let table = reader.holders.load_full();
+    assert!(reserved > empty && reserved <= BYTES, "{empty} {reserved}");
+    for text in 0..6 * chains {
+        let digits = |text: u32| (0..depth).map(|place| text << 16 | place).collect::<Vec<_>>();
+        for replica in 0..replicas {
+            let mut batch = stored(u64::from(text), &digits(text));
+            if let Some(old) = text.checked_sub(chains) {
+                batch.events.insert(0, KvEvent::Removed { hashes: keys(&digits(old)).into_iter().map(hash).collect() });
+            }
+            assert_eq!(index.apply(ReplicaId(replica), Incarnation(1), &batch, Time(u64::from(text))), Applied::Ok);
+        }
+        assert_eq!(index.bytes(), reserved, "after {text}");
+    }
+    assert_eq!(index.blocks_held(ReplicaId(0)), (chains * depth) as usize);
+    assert!(Arc::ptr_eq(&table, &index.reader().holders.load_full()), "the table was built anew");
+}
+
 /// A batch that stores a chain from its start.
 fn stored(sequence: u64, digits: &[u32]) -> KvEventBatch {
     let event = KvEvent::Stored {
