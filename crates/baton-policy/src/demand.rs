@@ -33,6 +33,8 @@ pub(crate) struct Recent {
     /// Blocks that some replica had when it came. The next one like it is as new as it was, whatever is held since.
     pub(crate) known: u32,
     pub(crate) depths: Vec<u32>,
+    /// Replicas that have some of it.
+    pub(crate) holders: Vec<ReplicaId>,
     /// By the replica's index; NaN where it was not asked for yet.
     pub(crate) costs: Vec<f64>,
     /// Of the fleet's coefficients that the costs were computed with.
@@ -43,6 +45,15 @@ impl Recent {
     /// Blocks that the next one like it would find on the replica.
     pub(crate) fn depth(&self, id: ReplicaId) -> u32 {
         self.depths.get(id.index()).copied().unwrap_or(0).min(self.known)
+    }
+
+    /// Brings `holders` up to date with the depths.
+    pub(crate) fn find_holders(&mut self) {
+        self.holders.clear();
+        if self.known > 0 {
+            let held = self.depths.iter().enumerate().filter(|(_, depth)| **depth > 0);
+            self.holders.extend(held.map(|(place, _)| ReplicaId(place as u32)));
+        }
     }
 
     pub(crate) fn cost_ms(&mut self, replica: &Replica) -> f64 {
@@ -65,7 +76,7 @@ impl Demand {
         if self.recent.len() == RECENT {
             self.recent.pop_front();
         }
-        self.recent.push_back(Recent { keys, prompt, known, depths: Vec::new(), costs: Vec::new(), version: 0 });
+        self.recent.push_back(Recent { keys, prompt, known, depths: Vec::new(), holders: Vec::new(), costs: Vec::new(), version: 0 });
     }
 
     /// `work_ms` of prefill were sent to a fleet of `replicas`, to a place where they will be done by `done_at`.

@@ -26,14 +26,16 @@ const DOUBTFUL_HIT: f64 = 0.5;
 /// What one decision computes once for all candidates; kept between decisions for its memory.
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
+    pub(crate) ids: Vec<ReplicaId>,
     pub(crate) depths: Vec<u32>,
+    candidates: Vec<Candidate>,
     backlogs: Vec<Backlog>,
     work_ms: Vec<f64>,
     delays: Delays,
     costs: Vec<f64>,
     elsewhere: Vec<f64>,
-    /// Eligible replicas that are not priced in full, with their backlogs.
-    others: Vec<(ReplicaId, f64)>,
+    /// Backlogs of eligible replicas that are not priced in full, by their index; infinite for all else. Empty when there are none.
+    others: Vec<f64>,
     /// Not the home, own cost, a draw, place.
     order: Vec<(bool, f64, u32, usize)>,
 }
@@ -43,6 +45,13 @@ pub(crate) struct Scratch {
 pub(crate) struct Quoted {
     pub(crate) candidates: Vec<Candidate>,
     pub(crate) chain: Option<ChainId>,
+}
+
+impl Scratch {
+    /// Keeps the memory of quotes that are done with.
+    pub(crate) fn take_back(&mut self, quoted: Quoted) {
+        self.candidates = quoted.candidates;
+    }
 }
 
 impl Router {
@@ -58,7 +67,9 @@ impl Router {
         self.chains.expire(self.reuse.live_age(), now);
         self.scratch.backlogs.clear();
         self.scratch.work_ms.clear();
-        let mut candidates: Vec<Candidate> = ids.iter().map(|id| self.own_terms(arrival, *id, now)).collect();
+        let mut candidates = std::mem::take(&mut self.scratch.candidates);
+        candidates.clear();
+        candidates.extend(ids.iter().map(|id| self.own_terms(arrival, *id, now)));
         self.scratch.others.clear();
         if prices_others {
             self.shortlist(&mut candidates, chain.and_then(|chain| self.chains.home(chain)));
@@ -81,7 +92,10 @@ impl Router {
             (candidate.replica != home.unwrap_or(ReplicaId(u32::MAX)), own, self.rng.u32(..), place)
         }));
         order.select_nth_unstable_by(PRICED_MAX - 1, |a, b| a.0.cmp(&b.0).then(a.1.total_cmp(&b.1)).then(a.2.cmp(&b.2)));
-        others.extend(order[PRICED_MAX..].iter().map(|&(.., place)| (candidates[place].replica, backlogs[place].ms)));
+        others.resize(self.replicas.places(), f64::INFINITY);
+        for &(.., place) in &order[PRICED_MAX..] {
+            others[candidates[place].replica.index()] = backlogs[place].ms;
+        }
         order.truncate(PRICED_MAX);
         order.sort_unstable_by_key(|&(.., place)| place);
         for (kept, &(.., place)) in order.iter().enumerate() {
@@ -248,7 +262,7 @@ impl Router {
     /// Costs of the window's requests on the candidates, one row a request; rows are computed again where the index changed.
     fn gather_recent(&mut self, candidates: &[Candidate]) {
         let Scratch { costs, elsewhere, others, .. } = &mut self.scratch;
-        let least_busy = others.iter().min_by(|a, b| a.1.total_cmp(&b.1));
+        let least_busy = others.iter().enumerate().min_by(|a, b| a.1.total_cmp(b.1)).map(|(place, _)| ReplicaId(place as u32));
         costs.clear();
         elsewhere.clear();
         for recent in &mut self.demand.recent {
@@ -258,16 +272,18 @@ impl Router {
                 recent.version = self.costs_version;
                 recent.costs.clear();
                 recent.costs.resize(self.replicas.places(), f64::NAN);
+                recent.find_holders();
             }
             costs.extend(candidates.iter().map(|candidate| recent.cost_ms(&self.replicas[candidate.replica])));
-            // The others that have something of it, and the first that will be free.
-            let (mut best, mut holders) = (f64::INFINITY, 0);
-            if let Some((id, backlog_ms)) = least_busy {
-                best = backlog_ms + recent.cost_ms(&self.replicas[*id]);
-                for (id, backlog_ms) in others.iter() {
-                    if recent.depth(*id) > 0 && *backlog_ms < best && holders < PRICED_MAX {
-                        holders += 1;
-                        best = best.min(backlog_ms + recent.cost_ms(&self.replicas[*id]));
+            // Of the others, the first that will be free and those that have something of it; where all have, some.
+            let mut best = f64::INFINITY;
+            if let Some(id) = least_busy {
+                best = others[id.index()] + recent.cost_ms(&self.replicas[id]);
+                let from = self.rng.usize(..recent.holders.len().max(1));
+                for place in 0..recent.holders.len().min(PRICED_MAX) {
+                    let id = recent.holders[(from + place) % recent.holders.len()];
+                    if others[id.index()] < best {
+                        best = best.min(others[id.index()] + recent.cost_ms(&self.replicas[id]));
                     }
                 }
             }

@@ -235,9 +235,13 @@ impl Router {
             Some(choice) if in_turn && choice.wait_ms() <= self.bind_limit_ms(self.config.classes[class].start_within) => {
                 self.held.enter(class, choice.prefill_ms());
                 self.held.pass(choice.prefill_ms());
-                Verdict::Run(self.bind(&arrival, &choice, Duration::ZERO, now))
+                Verdict::Run(self.bind(&arrival, choice, Duration::ZERO, now))
             }
-            Some(choice) => self.hold_or_shed(&arrival, class, choice.wait_ms(), choice.prefill_ms(), now),
+            Some(choice) => {
+                let (wait_ms, prefill_ms) = (choice.wait_ms(), choice.prefill_ms());
+                self.scratch.take_back(choice.quoted);
+                self.hold_or_shed(&arrival, class, wait_ms, prefill_ms, now)
+            }
             None if !self.may_serve_later(&arrival) => Verdict::Refuse(Refusal::NoReplica),
             None => self.hold_or_shed(&arrival, class, 0.0, self.cold_ms(&arrival), now),
         };
@@ -270,14 +274,15 @@ impl Router {
                 match self.choose(&arrival, now) {
                     Some(choice) if choice.wait_ms() <= self.bind_limit_ms(deadline.since(now)) => {
                         self.held.release(place);
-                        let placed = self.bind(&arrival, &choice, now.since(since), now);
+                        let placed = self.bind(&arrival, choice, now.since(since), now);
                         out.push((arrival.request, Verdict::Run(placed)));
                     }
                     None if !self.may_serve_later(&arrival) => {
                         self.held.remove(place);
                         out.push((arrival.request, Verdict::Refuse(Refusal::NoReplica)));
                     }
-                    Some(_) | None => {}
+                    Some(choice) => self.scratch.take_back(choice.quoted),
+                    None => {}
                 }
             }
             if self.held.len() == left || self.held.is_empty() {
@@ -471,7 +476,7 @@ impl Router {
     }
 
     /// Ready replicas that can hold the request, in order of ids.
-    fn eligible(&self, arrival: &Arrival) -> Vec<ReplicaId> {
+    fn find_eligible(&self, arrival: &Arrival, ids: &mut Vec<ReplicaId>) {
         let ready = |replica: &&Replica| {
             let spec = &replica.spec;
             replica.state == ReplicaState::Ready
@@ -479,7 +484,8 @@ impl Router {
                 && arrival.prompt < spec.max_model_len
                 && blocks_at_most(spec, arrival) <= spec.kv_blocks
         };
-        self.replicas.values().filter(ready).map(|replica| replica.spec.id).collect()
+        ids.clear();
+        ids.extend(self.replicas.values().filter(ready).map(|replica| replica.spec.id));
     }
 
     /// Whether a replica that may become ready could take the request.
@@ -535,11 +541,11 @@ impl Router {
 
     /// Quotes all that could take it and picks one; `None` when no replica is eligible.
     fn choose(&mut self, arrival: &Arrival, now: Time) -> Option<Choice> {
-        let ids = self.eligible(arrival);
-        if ids.is_empty() {
-            return None;
-        }
-        let quoted = self.quote(arrival, &ids, self.policy.prices_others(), now);
+        let mut ids = std::mem::take(&mut self.scratch.ids);
+        self.find_eligible(arrival, &mut ids);
+        let quoted = (!ids.is_empty()).then(|| self.quote(arrival, &ids, self.policy.prices_others(), now));
+        self.scratch.ids = ids;
+        let quoted = quoted?;
         let last_on = quoted.chain.and_then(|chain| self.chains.home(chain));
         let starts = last_on.is_none() && (arrival.session.is_some() || self.chains.continues() > STARTS_CONTINUE);
         let view = RequestView { session: arrival.session, starts, home: arrival.session.and(last_on) };
@@ -548,14 +554,15 @@ impl Router {
     }
 
     /// Books the choice.
-    fn bind(&mut self, arrival: &Arrival, choice: &Choice, held_for: Duration, now: Time) -> Placed {
-        let Choice { quoted, view, chosen } = choice;
+    fn bind(&mut self, arrival: &Arrival, choice: Choice, held_for: Duration, now: Time) -> Placed {
+        let Choice { quoted, view, chosen } = &choice;
         let copies = self.policy.prices_others() && self.config.copies;
         let copy = if copies { self.copy_worth(arrival, quoted, *chosen, now) } else { None };
         self.record(arrival, view, quoted, *chosen, held_for, now);
         let replica = quoted.candidates[*chosen].replica;
         self.book(arrival, replica, choice.prefill_ms(), quoted.chain, now);
         let copy = copy.map(|(to, blocks)| self.book_copy(arrival, to, blocks, now));
+        self.scratch.take_back(choice.quoted);
         Placed { replica, copy }
     }
 
