@@ -8,6 +8,7 @@ mod sighting;
 use std::{sync::Arc, time::Duration};
 
 use baton_cost::StepCoefficients;
+use baton_policy::ReplicaSpec;
 use baton_units::{Incarnation, Time};
 use tokio::task::JoinHandle;
 
@@ -15,6 +16,7 @@ use crate::{
     config::EngineKind,
     engine::{Engine, Health},
     fleet::Fleet,
+    snapshot::Former,
     upstream::FetchError,
 };
 use sighting::Sighting;
@@ -53,7 +55,7 @@ impl Drop for TaskGuard {
 
 /// Watches one engine for as long as it is part of the fleet.
 pub(crate) async fn watch(fleet: Arc<Fleet>, engine: Arc<Engine>) {
-    let mut watcher = Watcher { fleet, engine, unanswered: 0, models_at: None, events: None };
+    let mut watcher = Watcher { fleet, engine, unanswered: 0, models_at: None, former: None, events: None };
     let mut pause = PROBE_EVERY;
     loop {
         let asked_at = watcher.fleet.clock.now();
@@ -79,6 +81,8 @@ struct Watcher {
     engine: Arc<Engine>,
     unanswered: u32,
     models_at: Option<Time>,
+    /// What was known of the engine's life before the gateway started, until it joins.
+    former: Option<Arc<Former>>,
     events: Option<(kv_events::Stream, TaskGuard)>,
 }
 
@@ -115,8 +119,22 @@ impl Watcher {
     }
 
     /// Which life of the engine this is, and whether it has just begun (or begun again after silence).
-    fn life(&self, sighting: &Sighting) -> (Incarnation, bool) {
+    fn life(&mut self, sighting: &Sighting) -> (Incarnation, bool) {
         let mut facts = self.engine.facts();
+        if facts.life == Incarnation(0)
+            && let Some(snapshot) = &self.fleet.snapshot
+            && let Some(former) = snapshot.former(&facts.url)
+        {
+            facts.life = former.life;
+            facts.mark = Some(former.mark);
+            if sighting.mark == Some(former.mark) {
+                self.former = Some(former);
+            } else {
+                facts.life.0 += 1;
+                facts.mark = sighting.mark;
+                snapshot.settle(&facts.url);
+            }
+        }
         let other = facts.mark != sighting.mark && sighting.mark.is_some();
         // Without a mark, a process that went away must be taken for another one when it is back.
         let unmarked_return = sighting.mark.is_none() && facts.health == Health::Dead;
@@ -144,7 +162,7 @@ impl Watcher {
         self.fleet.list_models();
     }
 
-    fn tell_router(&self, sighting: &Sighting, life: Incarnation, began: bool, asked_at: Time) {
+    fn tell_router(&mut self, sighting: &Sighting, life: Incarnation, began: bool, asked_at: Time) {
         let borrowed = self.twin_speed(asked_at);
         let spec = {
             let mut facts = self.engine.facts();
@@ -175,18 +193,27 @@ impl Watcher {
             }),
             Some(spec) => {
                 self.fleet.list_models();
-                self.fleet.engine_ready(spec);
+                self.join(spec);
             }
             None if began => {
                 let spec = self.engine.facts().spec;
                 if let Some(spec) = spec {
-                    self.fleet.engine_ready(spec);
+                    self.join(spec);
                 }
             }
             None => {}
         }
         if let Some(load) = sighting.load(asked_at) {
             self.fleet.with_router(|router, now| router.report(self.engine.id, load, now));
+        }
+    }
+
+    /// The engine takes requests from here on, with what was known of its cache.
+    fn join(&mut self, spec: ReplicaSpec) {
+        let former = self.former.take();
+        self.fleet.engine_ready(spec, former.as_deref());
+        if let Some(snapshot) = self.fleet.snapshot.as_ref().filter(|_| former.is_some()) {
+            snapshot.settle(&self.engine.url());
         }
     }
 
@@ -246,7 +273,7 @@ mod tests {
         });
         let engines = fleet.set_engines(configs.collect());
         let engine = engines[0].clone();
-        (Watcher { fleet, engine, unanswered: 0, models_at: None, events: None }, engines)
+        (Watcher { fleet, engine, unanswered: 0, models_at: None, former: None, events: None }, engines)
     }
 
     fn report(engine: &Engine, per_token_s: f64, steps: u64, now: Time) {

@@ -20,6 +20,7 @@ use crate::{
     engine::{Engine, Health},
     live::Live,
     metrics::Metrics,
+    snapshot::{Former, SnapshotFile},
     upstream::Upstream,
 };
 
@@ -39,6 +40,8 @@ pub(crate) struct Fleet {
     pub(crate) front: FrontConfig,
     pub(crate) metrics: Metrics,
     pub(crate) upstream: Upstream,
+    /// What a gateway before this one knew, where that is kept.
+    pub(crate) snapshot: Option<SnapshotFile>,
     engines: RwLock<Vec<Arc<Engine>>>,
     catalogue: RwLock<Arc<Catalogue>>,
     placement: Mutex<Placement>,
@@ -102,6 +105,7 @@ impl Fleet {
             clock: Clock::new(),
             metrics: Metrics::default(),
             upstream: Upstream::new(&front),
+            snapshot: policy.index_snapshot.clone().map(SnapshotFile::open),
             engines: RwLock::default(),
             catalogue: RwLock::default(),
             placement: Mutex::new(Placement {
@@ -237,8 +241,9 @@ impl Fleet {
         fresh
     }
 
-    /// The engine answered and told its shape: it takes requests from here on.
-    pub(crate) fn engine_ready(&self, spec: ReplicaSpec) {
+    /// The engine answered and told its shape: it takes requests from here on. `former` is what was known of this life of it before the
+    /// gateway started.
+    pub(crate) fn engine_ready(&self, spec: ReplicaSpec, former: Option<&Former>) {
         let now = self.clock.now();
         let mut placement = lock(&self.placement);
         let common = *placement.block_size.get_or_insert(spec.block_size);
@@ -249,9 +254,15 @@ impl Fleet {
             );
         }
         placement.router.upsert_replica(spec, now);
+        let restored = former.map(|former| (placement.router.restore(spec.id, &former.index, former.age(), now), former.age()));
         placement.router.set_state(spec.id, ReplicaState::Ready, now);
         self.release_held(&mut placement, now);
         drop(placement);
+        match restored {
+            Some((Ok(blocks), age)) => tracing::info!(replica = %spec.id, blocks, ?age, "index restored from the snapshot"),
+            Some((Err(error), _)) => tracing::warn!(replica = %spec.id, %error, "index not restored from the snapshot"),
+            None => {}
+        }
         self.health_changed();
     }
 

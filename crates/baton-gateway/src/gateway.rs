@@ -23,6 +23,7 @@ use crate::{
     listener,
     prompt::Tokenization,
     refusal::Refusal,
+    snapshot,
 };
 
 /// Why a gateway stopped.
@@ -127,11 +128,14 @@ impl Gateway {
         let door = api::Door::new(shared.clone(), app);
         let fleet = shared.fleet.clone();
         let timer = TaskGuard::spawn(async move { fleet.keep_time().await });
+        let keeper = TaskGuard::spawn(snapshot::keep(shared.fleet.clone()));
         let draining = async {
             self.drain_after(shutdown).await;
             drop(timer);
         };
         tokio::join!(listener::serve(listener, door, shared.fleet.clone()), draining);
+        drop(keeper);
+        snapshot::save(shared.fleet.clone()).await;
         Ok(())
     }
 

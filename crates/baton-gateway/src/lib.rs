@@ -31,6 +31,7 @@ mod prompt;
 mod refusal;
 mod reserved;
 mod segments;
+mod snapshot;
 mod turns;
 mod upstream;
 mod words;

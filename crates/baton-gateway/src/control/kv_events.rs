@@ -110,7 +110,7 @@ impl Follower {
             Address::Connect(endpoint) => socket.connect(endpoint).await?,
             Address::Bind(endpoint) => _ = socket.bind(endpoint).await?,
         }
-        self.replay_from(0).await;
+        self.replay_from(self.known()).await;
         let mut settle = std::pin::pin!(sleep(SETTLE));
         let mut settled = false;
         loop {
@@ -118,7 +118,7 @@ impl Follower {
                 message = socket.recv() => message?,
                 () = &mut settle, if !settled => {
                     settled = true;
-                    self.replay_from(0).await;
+                    self.replay_from(self.known()).await;
                     continue;
                 }
             };
@@ -126,6 +126,11 @@ impl Follower {
                 self.replay_from(expected).await;
             }
         }
+    }
+
+    /// The last batch that the index took in, which proves that the stream is the one that it knows; 0 before any.
+    fn known(&self) -> u64 {
+        self.fleet.peek_router(|router, _| router.index().next_sequence(self.replica)).saturating_sub(1)
     }
 
     /// Takes in one message; `None` for one that is no batch.

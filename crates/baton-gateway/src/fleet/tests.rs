@@ -53,7 +53,7 @@ fn in_flight(fleet: &Fleet) -> u32 {
 /// A fleet in which one replica knows a prefix and none is ready, and a burst of requests that wait for one.
 fn burst() -> (Fleet, Vec<oneshot::Receiver<Verdict>>) {
     let fleet = Fleet::new(FrontConfig::default(), &PolicyConfig::default());
-    (0..REPLICAS).for_each(|id| fleet.engine_ready(spec(id)));
+    (0..REPLICAS).for_each(|id| fleet.engine_ready(spec(id), None));
     for request in 0..2 {
         assert!(matches!(fleet.place(arrival(request)), Placing::Now(Verdict::Run(_))));
         fleet.with_router(|router, now| router.first_token(RequestId(request), None, now));
@@ -100,7 +100,7 @@ fn a_copy_that_nobody_hears_of_is_let_go() {
 #[test]
 fn a_request_whose_task_panics_is_let_go() {
     let fleet = Arc::new(Fleet::new(FrontConfig::default(), &PolicyConfig::default()));
-    fleet.engine_ready(spec(0));
+    fleet.engine_ready(spec(0), None);
     let begin = |request: u64| {
         assert!(matches!(fleet.place(arrival(request)), Placing::Now(Verdict::Run(_))));
         fleet.admit(Arc::new(Live::new(RequestId(request), format!("r{request}"), "m".into(), fleet.clock.now(), Tokens(1))))
