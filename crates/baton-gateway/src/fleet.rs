@@ -42,6 +42,8 @@ pub(crate) struct Fleet {
     pub(crate) upstream: Upstream,
     /// What a gateway before this one knew, where that is kept.
     pub(crate) snapshot: Option<SnapshotFile>,
+    /// Bound of the router's index.
+    pub(crate) index_bytes_max: usize,
     engines: RwLock<Vec<Arc<Engine>>>,
     catalogue: RwLock<Arc<Catalogue>>,
     placement: Mutex<Placement>,
@@ -106,6 +108,7 @@ impl Fleet {
             metrics: Metrics::default(),
             upstream: Upstream::new(&front),
             snapshot: policy.index_snapshot.clone().map(SnapshotFile::open),
+            index_bytes_max: policy.index_bytes,
             engines: RwLock::default(),
             catalogue: RwLock::default(),
             placement: Mutex::new(Placement {

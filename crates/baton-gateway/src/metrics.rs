@@ -39,6 +39,7 @@ struct ReplicaCounters {
     prompt_tokens: u64,
     cached_tokens: u64,
     output_tokens: u64,
+    hit_believed_tokens: u64,
     hit_missed_tokens: u64,
     hit_surplus_tokens: u64,
     kv_batches: u64,
@@ -97,6 +98,7 @@ impl Metrics {
     /// What the router believed of a prompt's cached part against what the engine says.
     pub(crate) fn hit_predicted(&self, replica: ReplicaId, believed: Tokens, cached: Tokens) {
         self.replica(replica, |counters| {
+            counters.hit_believed_tokens += u64::from(believed.0);
             counters.hit_missed_tokens += u64::from(believed.saturating_sub(cached).0);
             counters.hit_surplus_tokens += u64::from(cached.saturating_sub(believed).0);
         });
@@ -131,6 +133,7 @@ impl Metrics {
         page.histogram("baton_held_seconds", "In the router's queue, for requests that did not go at once.", &self.held);
         page.histogram("baton_intake_seconds", "Parsing, tokenizing and keying a request.", &self.intake);
         self.render_replicas(&mut page, fleet);
+        render_index(&mut page, fleet);
         page.family("baton_held_requests", "gauge", "Requests waiting in the router.");
         page.sample("baton_held_requests", &[], fleet.peek_router(|router, _| router.held()) as f64);
         page.family("baton_sheds_total", "counter", "Requests turned away for the load, by class.");
@@ -146,11 +149,14 @@ impl Metrics {
         let engines = fleet.engines();
         let counters = lock(&self.replicas).clone();
         let of = |id: ReplicaId| counters.get(&id).copied().unwrap_or_default();
-        let families: [(&str, &str, Count); 9] = [
+        let families: [(&str, &str, Count); 10] = [
             ("baton_attempts_total", "Requests sent to a replica.", |c| c.attempts),
             ("baton_prompt_tokens_total", "Prompt tokens of finished requests.", |c| c.prompt_tokens),
             ("baton_cached_tokens_total", "Of these, tokens whose KV was there, as the engine says.", |c| c.cached_tokens),
             ("baton_output_tokens_total", "Output tokens of finished requests.", |c| c.output_tokens),
+            ("baton_hit_believed_tokens_total", "Tokens believed to be cached, where the engine says how many were.", |c| {
+                c.hit_believed_tokens
+            }),
             ("baton_hit_missed_tokens_total", "Tokens believed to be cached that were not.", |c| c.hit_missed_tokens),
             ("baton_hit_surplus_tokens_total", "Cached tokens that the router did not know of.", |c| c.hit_surplus_tokens),
             ("baton_kv_batches_total", "Batches of KV events taken in.", |c| c.kv_batches),
@@ -190,6 +196,34 @@ impl Metrics {
         for status in &statuses {
             page.sample("baton_replica_kv_blocks_indexed", &[("replica", name(status.id))], f64::from(status.kv_blocks_indexed));
         }
+    }
+}
+
+/// What the router believes of the replicas' caches, and how far it can be trusted.
+fn render_index(page: &mut Page, fleet: &Fleet) {
+    let engines = fleet.engines();
+    let (bytes, evicted, replicas) = fleet.peek_router(|router, _| {
+        let index = router.index();
+        let replicas: Vec<_> = engines.iter().map(|engine| (index.orphans(engine.id), index.doubtful(engine.id))).collect();
+        (index.bytes(), index.evicted_for_room(), replicas)
+    });
+    page.family("baton_index_bytes", "gauge", "Memory of the index of cached blocks.");
+    page.sample("baton_index_bytes", &[], bytes.0 as f64);
+    page.family("baton_index_bytes_max", "gauge", "Its bound, policy.index_bytes.");
+    page.sample("baton_index_bytes_max", &[], fleet.index_bytes_max as f64);
+    page.family("baton_index_evicted_blocks_total", "counter", "Blocks forgotten because the bound was reached.");
+    page.sample("baton_index_evicted_blocks_total", &[], evicted as f64);
+    page.family(
+        "baton_replica_index_orphans",
+        "gauge",
+        "Blocks told of under a parent that the index does not know, in the replica's present life.",
+    );
+    for (engine, (orphans, _)) in engines.iter().zip(&replicas) {
+        page.sample("baton_replica_index_orphans", &[("replica", &engine.name)], *orphans as f64);
+    }
+    page.family("baton_replica_index_doubtful", "gauge", "1 while KV events of the replica are missing, so that its hits count half.");
+    for (engine, (_, doubtful)) in engines.iter().zip(&replicas) {
+        page.sample("baton_replica_index_doubtful", &[("replica", &engine.name)], f64::from(u8::from(*doubtful)));
     }
 }
 
@@ -262,7 +296,12 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
+    use baton_kv::{EngineHash, KvEvent, KvEventBatch};
+    use baton_policy::{Discipline, ReplicaSpec};
+    use baton_units::{BlockSize, Blocks, Incarnation};
+
     use super::*;
+    use crate::config::{EngineConfig, EngineKind, FrontConfig, PolicyConfig};
 
     #[test]
     fn a_histogram_counts_cumulatively() {
@@ -275,6 +314,58 @@ mod tests {
         assert!(page.text.starts_with("# HELP x Help.\n# TYPE x histogram\nx_bucket{le=\"0.001\"} 1\n"));
         assert!(page.text.contains("x_bucket{le=\"0.005\"} 2\n") && page.text.contains("x_bucket{le=\"300\"} 3\n"));
         assert!(page.text.contains("x_bucket{le=\"+Inf\"} 4\n") && page.text.ends_with("x_count 4\n"));
+    }
+
+    #[test]
+    fn the_page_tells_how_far_the_index_can_be_trusted() {
+        let fleet = Fleet::new(FrontConfig::default(), &PolicyConfig { index_bytes: 1 << 20, ..PolicyConfig::default() });
+        let engine = |port| EngineConfig::new(format!("http://127.0.0.1:{port}").parse().unwrap(), EngineKind::Vllm);
+        let engines = fleet.set_engines(vec![engine(1), engine(2)]);
+        let block_size = BlockSize::new(2).unwrap();
+        let mut batch = KvEventBatch { sequence: 0, timestamp_s: 1.0, events: Vec::new(), dp_rank: None };
+        let stored = |parent, hashes: &[u64]| KvEvent::Stored {
+            hashes: hashes.iter().map(|hash| EngineHash(*hash)).collect(),
+            parent,
+            tokens: vec![7; 2 * hashes.len()],
+            block_size,
+            adapter: None,
+            salt: None,
+        };
+        batch.events = vec![stored(None, &[1]), stored(Some(EngineHash(9)), &[10, 11])];
+        for engine in &engines {
+            let spec = ReplicaSpec {
+                id: engine.id,
+                incarnation: Incarnation(1),
+                block_size,
+                kv_blocks: Blocks(1000),
+                max_model_len: Tokens(1000),
+                max_running: 8,
+                discipline: Discipline::Chunked { budget: Tokens(64) },
+                step: engine.facts().speed.step,
+            };
+            fleet.engine_ready(spec, None);
+        }
+        let reserved = fleet.peek_router(|router, _| router.index().bytes());
+        fleet.with_router(|router, now| router.kv_events(ReplicaId(0), Incarnation(1), &batch, now));
+        batch.sequence = 2;
+        fleet.with_router(|router, now| router.kv_events(ReplicaId(0), Incarnation(1), &batch, now));
+        fleet.metrics.hit_predicted(ReplicaId(1), Tokens(100), Tokens(64));
+        fleet.metrics.hit_predicted(ReplicaId(1), Tokens(32), Tokens(48));
+        let page = fleet.metrics.render(&fleet);
+        for line in [
+            format!("baton_index_bytes {}", reserved.0).as_str(),
+            "baton_index_bytes_max 1048576",
+            "baton_index_evicted_blocks_total 0",
+            "baton_replica_index_orphans{replica=\"r0\"} 2",
+            "baton_replica_index_orphans{replica=\"r1\"} 0",
+            "baton_replica_index_doubtful{replica=\"r0\"} 1",
+            "baton_replica_index_doubtful{replica=\"r1\"} 0",
+            "baton_hit_believed_tokens_total{replica=\"r1\"} 132",
+            "baton_hit_missed_tokens_total{replica=\"r1\"} 36",
+            "baton_hit_surplus_tokens_total{replica=\"r1\"} 16",
+        ] {
+            assert!(page.lines().any(|found| found == line), "{line} is not in\n{page}");
+        }
     }
 
     #[test]
