@@ -16,15 +16,16 @@ fn replica(id: &str, port: &str) -> Server {
     Server::start(&[["replica", "--id", id, "--port", port].as_slice(), &engine].concat())
 }
 
-/// A gateway in front of the replicas that goes to each in turn.
+/// A gateway in front of the replicas, once it knows them all.
 fn gateway(folder: &Path, policy: &str, replicas: &[&Server]) -> Server {
-    let snapshot = folder.join("index");
-    let mut config = format!("[gateway]\nbind = \"127.0.0.1:0\"\n[policy]\nname = \"{policy}\"\nindex_snapshot = {snapshot:?}\n");
-    for replica in replicas {
-        config += &format!("[[engines]]\nurl = \"{}\"\nkind = \"baton\"\n", replica.url);
-    }
+    let engine = |replica: &&Server| format!("[[engines]]\nurl = \"{}\"\nkind = \"baton\"\n", replica.url);
+    let config = [
+        "[gateway]\nbind = \"127.0.0.1:0\"\n".to_owned(),
+        format!("[policy]\nname = \"{policy}\"\nindex_snapshot = \"{}\"\n", folder.join("index").display()),
+        replicas.iter().map(engine).collect(),
+    ];
     let path = folder.join("baton.toml");
-    fs::write(&path, config).unwrap();
+    fs::write(&path, config.concat()).unwrap();
     let server = Server::start(&["serve", "--config", path.to_str().unwrap(), "--tokenizer", "bytes4"]);
     until("ready fleet without doubt", || {
         server.replicas().iter().all(|replica| replica["state"] == "ready" && replica["index_doubtful"] == false).then_some(())
