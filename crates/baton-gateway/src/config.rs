@@ -239,6 +239,7 @@ impl GatewayConfig {
                 return Err(ConfigError::OutOfRange { option, value: "\"0s\"".into(), want: "nothing ends within no time; give more" });
             }
         }
+        positive("policy.classes", self.policy.classes.len() as u64)?;
         for class in &self.policy.classes {
             if class.start_within.is_zero() {
                 let (option, value) = ("policy.classes.start_within", "\"0s\"".into());
@@ -327,7 +328,7 @@ impl Default for PolicyConfig {
             name: PolicyName::Price,
             seed: 0,
             queue: 1024,
-            classes: Vec::new(),
+            classes: vec![ClassConfig { name: "default".to_owned(), from: most_important(), start_within: Duration::from_secs(30) }],
             decisions: 4096,
             index_bytes: 1 << 30,
             index_snapshot: None,
@@ -338,9 +339,6 @@ impl Default for PolicyConfig {
 
 impl PolicyConfig {
     fn classes(&self) -> Vec<PriorityClass> {
-        if self.classes.is_empty() {
-            return vec![PriorityClass::default()];
-        }
         let class =
             |class: &ClassConfig| PriorityClass { name: class.name.clone(), from: Priority(class.from), start_within: class.start_within };
         self.classes.iter().map(class).collect()
