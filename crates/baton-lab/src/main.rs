@@ -1,5 +1,6 @@
 //! `lab`: engines without arithmetic and the loads of the benches under `bench/`. A tool of development only: nothing that ships
 //! depends on it.
+#![allow(clippy::print_stdout, reason = "a program that prints tables")]
 
 mod connections;
 mod engine;

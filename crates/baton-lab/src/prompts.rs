@@ -108,7 +108,9 @@ impl Conversations {
 fn history(class: Class, words: &[&str], seed: u64) -> String {
     let mut rng = fastrand::Rng::with_seed(seed.wrapping_add(0x5eed));
     let mut messages = format!(r#"{{"role":"system","content":"{}"}}"#, text(words, &mut rng, 200));
-    messages.push_str(&format!(r#",{{"role":"user","content":"{}"}}"#, text(words, &mut rng, 100)));
+    messages += r#",{"role":"user","content":""#;
+    messages += &text(words, &mut rng, 100);
+    messages += r#""}"#;
     while messages.len() + TURN_BYTES_MAX < class.bytes * 7 / 8 {
         turn(&mut messages, words, &mut rng);
     }
@@ -118,7 +120,9 @@ fn history(class: Class, words: &[&str], seed: u64) -> String {
 fn turn(messages: &mut String, words: &[&str], rng: &mut fastrand::Rng) {
     let before = messages.len();
     let (answer, question) = (text(words, rng, 80), text(words, rng, 80));
-    messages.push_str(&format!(r#",{{"role":"assistant","content":"{answer}"}},{{"role":"user","content":"{question}"}}"#));
+    for part in [r#",{"role":"assistant","content":""#, &answer, r#""},{"role":"user","content":""#, &question, r#""}"#] {
+        messages.push_str(part);
+    }
     debug_assert!(messages.len() - before <= TURN_BYTES_MAX);
 }
 

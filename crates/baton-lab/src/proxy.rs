@@ -84,7 +84,7 @@ pub(crate) async fn run(args: &ProxyArgs) -> Result<()> {
         let class = Class::named("stream").map_err(anyhow::Error::msg)?;
         for (name, proxy) in [("nginx", NGINX), ("baton", BATON)] {
             let delays = first_event_delays(class, DIRECT, proxy, PAIRS).await?;
-            println!("first event, {name} over direct, median of {PAIRS} paired differences: {:.3} ms", delays);
+            println!("first event, {name} over direct, median of {PAIRS} paired differences: {delays:.3} ms");
         }
     }
     println!("baton's resident memory at the end: {:.1} MB", baton.resident_mb()?);

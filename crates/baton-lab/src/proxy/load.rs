@@ -33,7 +33,7 @@ impl Seen {
         self.latencies.get(place).map_or(f64::NAN, Duration::as_secs_f64) * 1e3
     }
 
-    fn of(latencies: Vec<Vec<Duration>>, span: Duration, cpu_s: f64) -> Self {
+    fn of(latencies: &[Vec<Duration>], span: Duration, cpu_s: f64) -> Self {
         let mut latencies = latencies.concat();
         latencies.sort_unstable();
         Self { requests: latencies.len(), span, cpu_s, latencies }
@@ -49,7 +49,7 @@ pub(super) async fn until_it_answers(target: &str) -> Result<()> {
             exchange(&mut connection, class, &Conversations::new(class, 0).next_request()).await
         };
         match answered.await {
-            Ok(_) => return Ok(()),
+            Ok(()) => return Ok(()),
             Err(error) if Instant::now() > deadline => return Err(error.context(format!("{target} does not answer"))),
             Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
         }
@@ -106,7 +106,7 @@ pub(super) async fn run_for(
             for task in tasks {
                 latencies.push(task.await??);
             }
-            Ok(Seen::of(latencies, took, cpu))
+            Ok(Seen::of(&latencies, took, cpu))
         })
         .await
 }
@@ -127,7 +127,7 @@ pub(super) async fn run_count(target: &str, class: Class, connections: usize, re
         });
     }
     let latencies = tasks.join_all().await.into_iter().collect::<Result<Vec<_>>>()?;
-    Ok(Seen::of(latencies, began.elapsed(), 0.0))
+    Ok(Seen::of(&latencies, began.elapsed(), 0.0))
 }
 
 /// The median difference of a stream's first event, through the proxy and direct, in ms; the same prompts in turn.
