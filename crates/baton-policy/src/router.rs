@@ -24,9 +24,6 @@ const QUOTES_KEPT: usize = 16;
 const COPY_IDS: u64 = 1 << 63;
 /// Held requests quoted at a time in `released`; each quote costs as much as a decision.
 const HELD_QUOTED_MAX: usize = 16;
-/// Bounds of what a client is told to wait: clients count in seconds, and nobody knows the load of an hour ahead.
-const RETRY_MIN: Duration = Duration::from_secs(1);
-const RETRY_MAX: Duration = Duration::from_mins(10);
 /// Where more chains than this went on, a request without a known one is taken to start one.
 const STARTS_CONTINUE: f64 = 0.5;
 /// Weight of the latest output length in the mean, and the mean before any output was seen.
@@ -226,12 +223,16 @@ impl Router {
             return Verdict::Refuse(refusal);
         }
         self.demand.arrive(now);
-        self.held.advance(self.ready(), now);
+        self.held.advance(now);
         self.scratch.depths.clear();
         let class = self.config.class_of(arrival.priority);
         // A retry had its turn before.
         let in_turn = !arrival.excluded.is_empty() || !self.held.someone_before(arrival.priority);
-        let verdict = match self.choose(&arrival, now) {
+        let choice = self.choose(&arrival, now);
+        if arrival.excluded.is_empty() {
+            self.held.offer(class, choice.as_ref().map_or_else(|| self.cold_ms(&arrival), Choice::prefill_ms));
+        }
+        let verdict = match choice {
             Some(choice) if in_turn && choice.wait_ms() <= self.bind_limit_ms(self.config.classes[class].start_within) => {
                 self.held.enter(class, choice.prefill_ms());
                 self.held.pass(choice.prefill_ms());
@@ -255,11 +256,16 @@ impl Router {
         if self.held.is_empty() || !(self.held.stale || self.next_timeout().is_some_and(|at| at <= now)) {
             return Vec::new();
         }
-        self.held.advance(self.ready(), now);
+        self.held.advance(now);
         self.held.stale = false;
         let mut out = Vec::new();
         while let Some(late) = self.held.take_late(now) {
-            let refusal = if self.may_serve_later(&late.arrival) { self.shed(&late.arrival, 0.0, 0.0) } else { Refusal::NoReplica };
+            let refusal = if self.may_serve_later(&late.arrival) {
+                self.held.missed(self.config.class_of(late.arrival.priority));
+                self.shed(&late.arrival, late.work_ms, 0.0)
+            } else {
+                Refusal::NoReplica
+            };
             out.push((late.arrival.request, Verdict::Refuse(refusal)));
         }
         // Again as long as somebody leaves: the next event may be far.
@@ -512,9 +518,9 @@ impl Router {
 
     /// A refusal that says when the request would be let in, as things stand.
     fn shed(&mut self, arrival: &Arrival, work_ms: f64, excess_ms: f64) -> Refusal {
-        let after_ms = self.held.promise_ms(work_ms, excess_ms, self.ready());
-        let retry_after = Duration::from_ms(after_ms).clamp(RETRY_MIN, RETRY_MAX);
-        self.sheds[self.config.class_of(arrival.priority)] += 1;
+        let class = self.config.class_of(arrival.priority);
+        let retry_after = self.held.promise(class, work_ms, excess_ms, self.ready());
+        self.sheds[class] += 1;
         Refusal::Overloaded { retry_after }
     }
 
