@@ -1,5 +1,7 @@
+use std::time::Duration;
+
 use baton_policy::DecisionRecord;
-use baton_units::{Blocks, Time, Tokens};
+use baton_units::{Blocks, Priority, Time, Tokens};
 use serde::Serialize;
 
 use crate::{RequestKind, percentile};
@@ -7,7 +9,7 @@ use crate::{RequestKind, percentile};
 /// What happened in one run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Outcome {
-    /// By arrival.
+    /// By arrival; a client that comes back makes one more.
     pub requests: Vec<RequestOutcome>,
     /// Requests sent to each replica, retries and copies included.
     pub sent: Vec<u32>,
@@ -29,14 +31,20 @@ pub struct Outcome {
 pub struct RequestOutcome {
     pub arrived: Time,
     pub kind: RequestKind,
+    pub priority: Priority,
+    /// From 1: how often its client has asked for the same.
+    pub attempt: u32,
     pub prompt: Tokens,
     pub output: u32,
     pub replica: Option<u32>,
     pub cached: Option<Tokens>,
     pub first_token: Option<Time>,
     pub finished: Option<Time>,
-    /// It was turned away, or lost with its replica after its first token.
-    pub refused: bool,
+    /// When it was turned away.
+    pub refused: Option<Time>,
+    /// What a refusal for the load said.
+    pub retry_after: Option<Duration>,
+    /// It was lost with its replica after its first token, or too often.
     pub failed: bool,
     /// Digest of the output's tokens.
     pub output_digest: u64,

@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use baton_cost::{Device, ModelShape, StepCoefficients};
 use baton_policy::RouterConfig;
-use baton_units::{BlockSize, Blocks, Time, Tokens};
+use baton_units::{BlockSize, Blocks, Priority, Time, Tokens};
 
 use crate::{Link, Shape, WorkloadName};
 
@@ -31,6 +31,19 @@ pub struct Scenario {
     /// Parts the fleet by prompt length, whatever the policy. A reference, not a rule that a router could go by: how to part it
     /// follows from the workload.
     pub parted: Option<Parted>,
+    /// How important requests are, with each one's share of them. Empty: all have priority 0.
+    pub priorities: Vec<(Priority, f64)>,
+    /// What clients do that are turned away for the load. `None`: they give up.
+    pub returns: Option<Returns>,
+}
+
+/// A client that is told to retry later does so: after the seconds that the gateway would send (`Retry-After`, RFC 9110 section 10.2.3,
+/// whole ones and rounded up) and up to `jitter` more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Returns {
+    /// Tries in all; after the last one it gives up.
+    pub attempts: u32,
+    pub jitter: Duration,
 }
 
 /// Size interval task assignment (Harchol-Balter, Crovella and Murta): the first `replicas` take prompts of up to `longest` and no
@@ -86,6 +99,8 @@ impl Scenario {
             faults: Vec::new(),
             tries: 3,
             parted: None,
+            priorities: Vec::new(),
+            returns: None,
         }
     }
 }

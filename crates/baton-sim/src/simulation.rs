@@ -1,7 +1,7 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use baton_kv::{BlockKey, KeyDomain, KvEventBatch, chain_keys};
-use baton_policy::{Arrival, DecisionRecord, Discipline, Outcome as End, Placed, ReplicaSpec, ReplicaState, Router, Verdict};
+use baton_policy::{Arrival, DecisionRecord, Discipline, Outcome as End, Placed, Refusal, ReplicaSpec, ReplicaState, Router, Verdict};
 use baton_units::{Blocks, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
 
 use crate::{
@@ -21,7 +21,7 @@ pub fn run(scenario: &Scenario) -> Outcome {
 
 #[derive(Debug)]
 enum Event {
-    Arrive(Box<ClientRequest>),
+    Arrive(Box<Coming>),
     /// A request reaches a replica.
     Submit {
         replica: usize,
@@ -57,6 +57,14 @@ enum Event {
     RouterTimeout,
 }
 
+/// A request on its way to the router.
+#[derive(Debug)]
+struct Coming {
+    client: ClientRequest,
+    priority: Priority,
+    attempt: u32,
+}
+
 struct Simulation<'a> {
     scenario: &'a Scenario,
     queue: EventQueue<Event>,
@@ -65,6 +73,8 @@ struct Simulation<'a> {
     replicas: Vec<Replica>,
     /// For losses on links, apart from the workload's and the router's generators.
     rng: fastrand::Rng,
+    /// For what clients draw.
+    clients_rng: fastrand::Rng,
     root: BlockKey,
     live: BTreeMap<RequestId, Live>,
     outcomes: Vec<RequestOutcome>,
@@ -88,7 +98,7 @@ struct Replica {
 
 /// A request between its arrival and its end.
 struct Live {
-    client: Option<Box<ClientRequest>>,
+    client: Option<Box<Coming>>,
     place: usize,
     keys: Arc<[BlockKey]>,
     prompt: Arc<[u32]>,
@@ -126,6 +136,7 @@ impl<'a> Simulation<'a> {
             workload: Workload::new(scenario.workload, scenario.shape, scenario.seed),
             replicas: (0..scenario.replicas).map(replica).collect(),
             rng: fastrand::Rng::with_seed(scenario.seed ^ 0x5eed),
+            clients_rng: fastrand::Rng::with_seed(scenario.seed ^ 0xc11e),
             root: domain.root(),
             live: BTreeMap::new(),
             outcomes: Vec::new(),
@@ -168,7 +179,7 @@ impl<'a> Simulation<'a> {
 
     fn handle(&mut self, event: Event, now: Time) {
         match event {
-            Event::Arrive(request) => self.arrive(request, now),
+            Event::Arrive(coming) => self.arrive(coming, now),
             Event::Submit { replica, incarnation, request } => {
                 // A request to a replica that died under way is lost with it; its death told the router.
                 if self.lives(replica, incarnation) {
@@ -197,25 +208,45 @@ impl<'a> Simulation<'a> {
         self.take_up_released(now);
     }
 
-    fn expect_arrival(&mut self, request: ClientRequest) {
-        self.arrivals_due += 1;
-        self.queue.schedule(request.at, Event::Arrive(Box::new(request)));
+    fn expect_arrival(&mut self, client: ClientRequest) {
+        let priority = self.draw_priority();
+        self.expect(Box::new(Coming { client, priority, attempt: 1 }));
     }
 
-    fn arrive(&mut self, client: Box<ClientRequest>, now: Time) {
+    fn expect(&mut self, coming: Box<Coming>) {
+        self.arrivals_due += 1;
+        self.queue.schedule(coming.client.at, Event::Arrive(coming));
+    }
+
+    fn draw_priority(&mut self) -> Priority {
+        let priorities = &self.scenario.priorities;
+        let Some((last, _)) = priorities.last() else { return Priority(0) };
+        let mut left = self.clients_rng.f64() * priorities.iter().map(|(_, share)| share).sum::<f64>();
+        let drawn = priorities.iter().find(|(_, share)| {
+            left -= share;
+            left < 0.0
+        });
+        drawn.map_or(*last, |(priority, _)| *priority)
+    }
+
+    fn arrive(&mut self, coming: Box<Coming>, now: Time) {
         self.arrivals_due -= 1;
+        let client = &coming.client;
         let id = RequestId(self.outcomes.len() as u64);
         let keys: Arc<[BlockKey]> = chain_keys(self.root, &client.prompt, self.scenario.block_size).into();
         self.outcomes.push(RequestOutcome {
             arrived: now,
             kind: client.kind,
+            priority: coming.priority,
+            attempt: coming.attempt,
             prompt: Tokens(client.prompt.len() as u32),
             output: 0,
             replica: None,
             cached: None,
             first_token: None,
             finished: None,
-            refused: false,
+            refused: None,
+            retry_after: None,
             failed: false,
             output_digest: 0,
         });
@@ -223,7 +254,7 @@ impl<'a> Simulation<'a> {
         let place = self.outcomes.len() - 1;
         self.live.insert(
             id,
-            Live { client: Some(client), place, keys, prompt, output, tokens: Vec::new(), sent_to: None, failed_on: Vec::new() },
+            Live { client: Some(coming), place, keys, prompt, output, tokens: Vec::new(), sent_to: None, failed_on: Vec::new() },
         );
         self.ask_router(id, now);
     }
@@ -241,9 +272,9 @@ impl<'a> Simulation<'a> {
             prompt,
             // Nothing of the output's length reaches the router, not even as the client's bound.
             max_output: None,
-            session: live.client.as_ref().and_then(|client| client.session),
+            session: live.client.as_ref().and_then(|coming| coming.client.session),
             program: None,
-            priority: Priority(0),
+            priority: self.outcomes[live.place].priority,
             excluded,
         };
         let verdict = self.router.place(arrival, now);
@@ -275,7 +306,7 @@ impl<'a> Simulation<'a> {
                 }
             }
             Verdict::Hold => self.tally.held += 1,
-            Verdict::Refuse(_) => self.end(id, true, now),
+            Verdict::Refuse(refusal) => self.turn_away(id, &refusal, now),
         }
     }
 
@@ -350,23 +381,46 @@ impl<'a> Simulation<'a> {
             let all: Vec<u32> = live.prompt.iter().chain(&live.tokens).copied().collect();
             let keys: Arc<[BlockKey]> = chain_keys(self.root, &all, self.scenario.block_size).into();
             self.router.finished(id, End::Finished, Some(keys), now);
-            self.end(id, false, now);
+            self.end(id, now);
         }
     }
 
-    fn end(&mut self, id: RequestId, refused: bool, now: Time) {
+    /// Its client comes back if it is told when and has not tried too often.
+    fn turn_away(&mut self, id: RequestId, refusal: &Refusal, now: Time) {
+        let mut coming = self.live.remove(&id).and_then(|live| live.client).expect("a client asked");
+        let outcome = &mut self.outcomes[id.0 as usize];
+        outcome.refused = Some(now);
+        if let Refusal::Overloaded { retry_after } = refusal {
+            outcome.retry_after = Some(*retry_after);
+            if let Some(returns) = self.scenario.returns
+                && coming.attempt < returns.attempts
+            {
+                let told = Duration::from_secs(retry_after.as_nanos().div_ceil(1_000_000_000).max(1) as u64);
+                coming.attempt += 1;
+                coming.client.at = now + told + returns.jitter.mul_f64(self.clients_rng.f64());
+                self.expect(coming);
+                return;
+            }
+        }
+        self.go_on(&coming.client, None, now);
+    }
+
+    fn go_on(&mut self, client: &ClientRequest, output: Option<&[u32]>, now: Time) {
+        if let Some(next) = self.workload.after(client, output, now) {
+            self.expect_arrival(next);
+        }
+    }
+
+    fn end(&mut self, id: RequestId, now: Time) {
         let live = self.live.remove(&id).expect("it ends once");
-        let Some(client) = live.client else { return };
+        let Some(coming) = live.client else { return };
         let outcome = &mut self.outcomes[live.place];
-        let done = !refused && live.tokens.len() == live.output as usize;
-        outcome.refused = refused;
-        outcome.failed = !refused && !done;
+        let done = live.tokens.len() == live.output as usize;
+        outcome.failed = !done;
         outcome.finished = done.then_some(now);
         outcome.output = live.tokens.len() as u32;
         outcome.output_digest = BlockKey(0).child(&live.tokens).0;
-        if let Some(next) = self.workload.after(&client, done.then_some(live.tokens.as_slice()), now) {
-            self.expect_arrival(next);
-        }
+        self.go_on(&coming.client, done.then_some(live.tokens.as_slice()), now);
     }
 
     /// Feeds a batch to the router and repairs a gap by replay, as a gateway does.
@@ -420,7 +474,7 @@ impl<'a> Simulation<'a> {
                 self.tally.retries += 1;
                 self.ask_router(request, now);
             } else {
-                self.end(request, false, now);
+                self.end(request, now);
             }
         }
     }

@@ -68,6 +68,8 @@ pub struct Shape {
     /// Requests of the open workloads, and arrivals a second.
     pub requests: usize,
     pub rate_per_s: f64,
+    /// A time with another rate. `None`: the rate is the same throughout.
+    pub burst: Option<Burst>,
     pub long_share: f64,
     pub long_tokens: usize,
     pub prefixes: usize,
@@ -77,6 +79,13 @@ pub struct Shape {
     pub output: u32,
     /// Whether agents name their session.
     pub session_ids: bool,
+}
+
+/// From the start of the run until `until` arrivals come at `factor` times the shape's rate.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Burst {
+    pub until: Time,
+    pub factor: f64,
 }
 
 impl Shape {
@@ -94,6 +103,7 @@ impl Shape {
             concurrent: 5 * replicas,
             requests,
             rate_per_s: rate * replicas as f64,
+            burst: None,
             long_share,
             long_tokens: 32_768,
             prefixes: 6,
@@ -238,7 +248,8 @@ impl Workload {
         let mut at_ms = 0.0;
         (0..shape.requests)
             .map(|place| {
-                at_ms += rng.exponential(1e3 / shape.rate_per_s);
+                let burst = shape.burst.filter(|burst| Time::from_ms(at_ms) < burst.until);
+                at_ms += rng.exponential(1e3 / (shape.rate_per_s * burst.map_or(1.0, |burst| burst.factor)));
                 let draw = rng.unit() * all;
                 let prefix = zipf_rank(&weights, draw);
                 let own = (1 << 32) + place as u64;

@@ -44,7 +44,7 @@ fn check(outcome: &Outcome, name: &str) {
     assert_eq!(outcome.violations, Vec::<String>::new(), "{name}");
     assert_eq!((outcome.left_in_flight, outcome.left_in_use), (0, Blocks(0)), "{name}: something leaks");
     for (place, request) in outcome.requests.iter().enumerate() {
-        let ends = u32::from(request.finished.is_some()) + u32::from(request.refused) + u32::from(request.failed);
+        let ends = u32::from(request.finished.is_some()) + u32::from(request.refused.is_some()) + u32::from(request.failed);
         assert_eq!(ends, 1, "{name}: request {place} ends once: {request:?}");
         if let (Some(first), Some(finished)) = (request.first_token, request.finished) {
             assert!(request.arrived <= first && first <= finished, "{name}: {request:?}");

@@ -51,7 +51,7 @@ impl Seen {
             requests_max_over_mean: outcome.imbalance(),
             copies: outcome.copies,
             held: outcome.held,
-            lost: outcome.requests.iter().filter(|request| request.failed || request.refused).count(),
+            lost: outcome.requests.iter().filter(|request| request.failed || request.refused.is_some()).count(),
             violations: outcome.violations.clone(),
         }
     }
