@@ -126,8 +126,9 @@ pub struct EngineConfig {
     /// true for `baton`, false otherwise.
     #[serde(default)]
     pub priorities: Option<bool>,
-    /// Engines that name the same group are equal in hardware and settings: while one is idle, the speed last measured on another
-    /// counts for it too, so that an old or unlucky measurement does not keep requests away. Default: none.
+    /// Engines that name the same group are alike in hardware and settings: each counts as fast as all of them together have shown,
+    /// until it has shown itself to be faster or slower, so that one unlucky measurement does not keep requests away. Default: those
+    /// are alike that are of one kind, serve the same models and have the same size.
     #[serde(default)]
     pub group: Option<String>,
 }

@@ -7,7 +7,6 @@ mod sighting;
 
 use std::{sync::Arc, time::Duration};
 
-use baton_cost::StepCoefficients;
 use baton_policy::ReplicaSpec;
 use baton_units::{Incarnation, Time};
 use tokio::task::JoinHandle;
@@ -17,6 +16,7 @@ use crate::{
     engine::{Engine, Health},
     fleet::Fleet,
     snapshot::Former,
+    speed::{self, Likeness},
     upstream::FetchError,
 };
 use sighting::Sighting;
@@ -32,8 +32,6 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Probes in a row without an answer that make a replica suspect, and dead.
 const UNANSWERED_SUSPECT: u32 = 2;
 const UNANSWERED_DEAD: u32 = 4;
-/// Without a step for this long, an engine's speed is taken from the twin measured last.
-const SPEED_STALE: Duration = Duration::from_secs(10);
 /// Between looks at an engine's list of models, since adapters come and go.
 const MODELS_EVERY: Duration = Duration::from_secs(10);
 
@@ -163,8 +161,7 @@ impl Watcher {
     }
 
     fn tell_router(&mut self, sighting: &Sighting, life: Incarnation, began: bool, asked_at: Time) {
-        let borrowed = self.twin_speed(asked_at);
-        let spec = {
+        let (former, spec) = {
             let mut facts = self.engine.facts();
             if let Some(step) = sighting.step {
                 facts.speed.reported(step, sighting.steps, began, asked_at);
@@ -177,31 +174,27 @@ impl Watcher {
                 facts.step_error = error;
             }
             let mut spec = sighting.spec(&self.engine, &facts, life);
-            spec.step = borrowed.unwrap_or(spec.step);
-            let changed = facts.spec.replace(spec) != Some(spec);
+            let like = Likeness::of(&self.engine.config, &facts, &spec);
+            spec.step = self.fleet.blend_speed(self.engine.id, like, facts.speed, asked_at);
+            if let Some(former) = facts.spec.filter(|former| speed::hardly_differ(&former.step, &spec.step)) {
+                spec.step = former.step;
+            }
             let was = std::mem::replace(&mut facts.health, Health::Ready);
             if was != Health::Ready {
                 tracing::info!(replica = %self.engine.name, url = %facts.url, life = life.0, "replica is ready");
             }
-            changed.then_some(spec)
+            (facts.spec.replace(spec), spec)
         };
-        match spec {
-            // Only the engine's speed moved: no new shape.
-            Some(spec) if !began && (sighting.step.is_some() || borrowed.is_some()) => self.fleet.with_router(|router, now| {
-                router.update_step(self.engine.id, spec.step);
-                router.upsert_replica(spec, now);
-            }),
-            Some(spec) => {
+        match former {
+            Some(former) if !began && former == spec => {}
+            Some(former) if !began && former == (ReplicaSpec { step: former.step, ..spec }) => {
+                self.fleet.with_router(|router, _| router.update_step(self.engine.id, spec.step));
+            }
+            Some(former) if former == spec => self.join(spec),
+            Some(_) | None => {
                 self.fleet.list_models();
                 self.join(spec);
             }
-            None if began => {
-                let spec = self.engine.facts().spec;
-                if let Some(spec) = spec {
-                    self.join(spec);
-                }
-            }
-            None => {}
         }
         if let Some(load) = sighting.load(asked_at) {
             self.fleet.with_router(|router, now| router.report(self.engine.id, load, now));
@@ -215,19 +208,6 @@ impl Watcher {
         if let Some(snapshot) = self.fleet.snapshot.as_ref().filter(|_| former.is_some()) {
             snapshot.settle(&self.engine.url());
         }
-    }
-
-    /// The speed of the twin measured last, where it tells more than this engine's own: only use corrects a measurement, and a replica
-    /// that looks slow gets no use.
-    fn twin_speed(&self, now: Time) -> Option<StepCoefficients> {
-        let group = self.engine.config.group.as_ref()?;
-        let own = self.engine.facts().speed.measured_at;
-        if own.is_some_and(|at| now.since(at) < SPEED_STALE) {
-            return None;
-        }
-        let twins = self.fleet.engines().into_iter().filter(|twin| twin.id != self.engine.id && twin.config.group.as_ref() == Some(group));
-        let speeds = twins.map(|twin| twin.facts().speed);
-        speeds.filter(|speed| speed.measured_at > own).max_by_key(|speed| speed.measured_at).map(|speed| speed.step)
     }
 
     fn follow_events(&mut self, life: Incarnation) {
@@ -257,56 +237,5 @@ impl Watcher {
         }
         tracing::warn!(replica = %self.engine.name, %error, state = ?verdict, "replica does not answer");
         self.fleet.set_unready(&self.engine, verdict);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::config::{EngineConfig, FrontConfig, PolicyConfig};
-
-    fn watcher(groups: [Option<&str>; 3]) -> (Watcher, Vec<Arc<Engine>>) {
-        let fleet = Arc::new(Fleet::new(FrontConfig::default(), &PolicyConfig::default()));
-        let configs = groups.into_iter().enumerate().map(|(index, group)| EngineConfig {
-            group: group.map(str::to_owned),
-            ..EngineConfig::new(format!("http://127.0.0.1:{}", 9000 + index).parse().unwrap(), EngineKind::Baton)
-        });
-        let engines = fleet.set_engines(configs.collect());
-        let engine = engines[0].clone();
-        (Watcher { fleet, engine, unanswered: 0, models_at: None, former: None, events: None }, engines)
-    }
-
-    fn report(engine: &Engine, per_token_s: f64, steps: u64, now: Time) {
-        let mut facts = engine.facts();
-        let (step, began) = (StepCoefficients { per_token_s, ..facts.speed.step }, facts.speed.steps == 0);
-        facts.speed.reported(step, steps, began, now);
-    }
-
-    fn borrowed(watcher: &Watcher, now: Duration) -> Option<f64> {
-        watcher.twin_speed(Time::ZERO + now).map(|step| step.per_token_s)
-    }
-
-    #[test]
-    fn an_idle_engine_is_as_fast_as_the_twin_measured_last() {
-        let s = Duration::from_secs;
-        let (watcher, engines) = watcher([Some("a"), Some("a"), Some("a")]);
-        report(&engines[0], 9.0, 0, Time::ZERO);
-        assert_eq!(borrowed(&watcher, s(1)), None, "nobody knows more than a prior");
-        report(&engines[1], 2.0, 5, Time::ZERO + s(1));
-        report(&engines[2], 3.0, 5, Time::ZERO + s(2));
-        assert_eq!(borrowed(&watcher, s(3)), Some(3.0), "a prior gives way at once");
-        report(&engines[0], 4.0, 7, Time::ZERO + s(4));
-        assert_eq!(borrowed(&watcher, s(5)), None, "its own steps are newer");
-        report(&engines[1], 2.5, 9, Time::ZERO + s(20));
-        report(&engines[0], 4.0, 7, Time::ZERO + s(20));
-        assert_eq!(borrowed(&watcher, s(20)), Some(2.5), "a report without new steps measures nothing");
-    }
-
-    #[test]
-    fn engines_of_other_groups_tell_nothing() {
-        let (watcher, engines) = watcher([Some("a"), Some("b"), None]);
-        report(&engines[1], 2.0, 5, Time::ZERO);
-        report(&engines[2], 2.0, 5, Time::ZERO);
-        assert_eq!(borrowed(&watcher, Duration::from_mins(1)), None);
     }
 }

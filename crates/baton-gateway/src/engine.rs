@@ -22,6 +22,7 @@ use tokio::sync::{Notify, watch};
 use crate::{
     config::EngineConfig,
     line::{Address, Lines},
+    speed::Speed,
 };
 
 /// `http://host:port`, with a path in front of the engine's own where there is one.
@@ -154,30 +155,8 @@ pub(crate) struct Facts {
     pub(crate) held_off_until: Time,
     /// Relative error of the engine's own step predictions, or of the calibration here.
     pub(crate) step_error: f64,
+    /// As this engine alone has shown it; what counts is in the spec.
     pub(crate) speed: Speed,
-}
-
-/// What was measured of an engine's speed, and when; never what was borrowed from another engine.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Speed {
-    pub(crate) step: StepCoefficients,
-    /// Steps that the engine had taken, where it counts them.
-    pub(crate) steps: u64,
-    /// When a step last told something; `None` while only a prior is known.
-    pub(crate) measured_at: Option<Time>,
-}
-
-impl Speed {
-    /// A report of the engine itself. The first one of a life is a prior unless it has taken steps.
-    pub(crate) fn reported(&mut self, step: StepCoefficients, steps: u64, life_began: bool, now: Time) {
-        if life_began {
-            self.measured_at = None;
-        }
-        if steps != if life_began { 0 } else { self.steps } {
-            self.measured_at = Some(now);
-        }
-        (self.step, self.steps) = (step, steps);
-    }
 }
 
 impl Engine {
@@ -196,7 +175,7 @@ impl Engine {
             failures: 0,
             held_off_until: Time::ZERO,
             step_error: 0.0,
-            speed: Speed { step: default_step(), steps: 0, measured_at: None },
+            speed: Speed::prior(default_step()),
         };
         let name = config.name.clone().unwrap_or_else(|| id.to_string());
         let lines = Lines::new(Address::new(&config.url, config.key.as_deref()), idle_connections);
@@ -269,18 +248,14 @@ impl Engine {
         self.facts().models.iter().find(|card| card.id == name).cloned()
     }
 
-    /// Takes in the time to the first token of a request that nothing else delayed.
-    pub(crate) fn observe_prefill(&self, new: Tokens, cached: Tokens, ttft: Duration, now: Time) -> Option<StepCoefficients> {
+    /// Takes in the time to the first token of a request that nothing else delayed. The watcher tells the router.
+    pub(crate) fn observe_prefill(&self, new: Tokens, cached: Tokens, ttft: Duration, now: Time) {
         let mut facts = self.facts();
         let chunk = Tokens(self.token_budget());
         facts.calibrator.observe_prefill(new, cached, chunk, ttft.as_secs_f64());
         facts.step_error = facts.calibrator.error();
         let step = facts.calibrator.fit();
-        facts.speed = Speed { step, measured_at: Some(now), ..facts.speed };
-        facts.spec.as_mut().map(|spec| {
-            spec.step = step;
-            step
-        })
+        facts.speed.observed(step, now);
     }
 
     pub(crate) fn token_budget(&self) -> u32 {

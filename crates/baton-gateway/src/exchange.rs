@@ -661,9 +661,7 @@ impl Exchange {
         if new == Tokens::ZERO {
             return;
         }
-        if let Some(step) = engine.observe_prefill(new, cached, first_token_at.since(self.sent_at), first_token_at) {
-            self.fleet.peek_router(|router, _| router.update_step(engine.id, step));
-        }
+        engine.observe_prefill(new, cached, first_token_at.since(self.sent_at), first_token_at);
     }
 
     /// Books the request to its end, once.

@@ -8,6 +8,7 @@ use std::{
     },
 };
 
+use baton_cost::StepCoefficients;
 use baton_policy::{Arrival, Outcome, Placed, ReplicaSpec, ReplicaState, Router, Verdict};
 use baton_session::Fault;
 use baton_units::{BlockSize, ReplicaId, RequestId, Time, Tokens};
@@ -21,6 +22,7 @@ use crate::{
     live::Live,
     metrics::Metrics,
     snapshot::{Former, SnapshotFile},
+    speed::{Likeness, Speed, Speeds},
     upstream::Upstream,
 };
 
@@ -51,6 +53,7 @@ pub(crate) struct Fleet {
     timer: Notify,
     timer_at: AtomicU64,
     requests: Mutex<Requests>,
+    speeds: Mutex<Speeds>,
     /// Told when the last request ends.
     empty: Notify,
     next_request: AtomicU64,
@@ -119,6 +122,7 @@ impl Fleet {
             timer: Notify::new(),
             timer_at: AtomicU64::new(u64::MAX),
             requests: Mutex::new(Requests { names_kept: policy.decisions, ..Requests::default() }),
+            speeds: Mutex::default(),
             empty: Notify::new(),
             next_request: AtomicU64::new(1),
             incarnation: fastrand::u64(..),
@@ -237,7 +241,9 @@ impl Fleet {
                 }
             })
             .collect();
+        let left = engines.len();
         drop(engines);
+        lock(&self.speeds).truncate(left);
         self.list_models();
         let changed = fresh.iter().map(|engine| engine.id);
         self.with_router(|router, _| gone.into_iter().chain(changed).for_each(|id| router.remove_replica(id)));
@@ -279,6 +285,11 @@ impl Fleet {
         tracing::warn!(replica = %engine.name, %fault, "replica is suspect");
         self.set_unready(&engine, Health::Suspect);
         engine.probe.notify_one();
+    }
+
+    /// How fast the engine counts by what it has shown itself and what those like it have.
+    pub(crate) fn blend_speed(&self, id: ReplicaId, like: Likeness, own: Speed, now: Time) -> StepCoefficients {
+        lock(&self.speeds).blend(id, like, own, now)
     }
 
     pub(crate) fn any_ready(&self) -> bool {

@@ -32,6 +32,7 @@ mod refusal;
 mod reserved;
 mod segments;
 mod snapshot;
+mod speed;
 mod turns;
 mod upstream;
 mod words;

@@ -341,7 +341,7 @@ mod tests {
                 max_model_len: Tokens(1000),
                 max_running: 8,
                 discipline: Discipline::Chunked { budget: Tokens(64) },
-                step: engine.facts().speed.step,
+                step: engine.facts().speed.step(),
             };
             fleet.engine_ready(spec, None);
         }

@@ -207,7 +207,7 @@ impl Sighting {
             max_model_len: Tokens(max_model_len),
             max_running: self.max_running.or(config.max_running).unwrap_or(256),
             discipline: Discipline::Chunked { budget },
-            step: facts.speed.step,
+            step: facts.speed.step(),
         }
     }
 
