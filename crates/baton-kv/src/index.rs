@@ -8,6 +8,7 @@ use caches::Caches;
 use holders::Holders;
 
 pub use caches::{Use, Victim};
+pub use search::MatchEnds;
 pub use snapshot::SnapshotError;
 
 mod caches;
@@ -275,10 +276,15 @@ impl FleetIndex {
         IndexReader { holders: self.caches.holders.published().clone() }
     }
 
-    /// Whether `depths` still look like [`Self::matches`] of `keys`: checks only the blocks where a depth ends, so it can miss a hole
-    /// before one. For values that may be a little stale.
-    pub fn still_matches(&self, keys: &[BlockKey], depths: &[u32]) -> bool {
-        search::still_matches(self.caches.holders.shared(), keys, depths)
+    /// Where the depths of a match end, for [`Self::still_matches`].
+    pub fn ends_into(&self, depths: &[u32], ends: &mut MatchEnds) {
+        ends.find(self.caches.holders.shared(), depths);
+    }
+
+    /// Whether the depths with these `ends` still look like [`Self::matches`] of `keys`: checks only the blocks where a depth ends, so it
+    /// can miss a hole before one. For values that may be a little stale.
+    pub fn still_matches(&self, keys: &[BlockKey], ends: &MatchEnds) -> bool {
+        search::still_matches(self.caches.holders.shared(), keys, ends)
     }
 
     /// Whether a replica other than `except` holds the block.

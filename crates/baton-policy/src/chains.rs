@@ -1,5 +1,5 @@
 use std::{
-    collections::{BTreeMap, HashMap, VecDeque},
+    collections::{HashMap, VecDeque},
     hash::{BuildHasherDefault, Hash, Hasher},
     time::Duration,
 };
@@ -36,8 +36,8 @@ pub(crate) struct Chains {
     known: HashMap<ChainId, Chain, BuildHasherDefault<KeyHasher>>,
     /// Idle chains by the end of their last request; those in flight are not in it.
     order: VecDeque<(Time, ChainId)>,
-    /// By replica: chains and expected final blocks.
-    alive: BTreeMap<ReplicaId, Alive>,
+    /// By the replica's index: chains and expected final blocks.
+    alive: Vec<Alive>,
     continued: f64,
     ended: f64,
     final_blocks: f64,
@@ -62,7 +62,7 @@ struct Alive {
 impl Default for Chains {
     fn default() -> Self {
         // One chain that went on and one that did not: until more is known, a request without a session is not taken for a start.
-        Self { known: HashMap::default(), order: VecDeque::new(), alive: BTreeMap::new(), continued: 1.0, ended: 1.0, final_blocks: 0.0 }
+        Self { known: HashMap::default(), order: VecDeque::new(), alive: Vec::new(), continued: 1.0, ended: 1.0, final_blocks: 0.0 }
     }
 }
 
@@ -128,7 +128,7 @@ impl Chains {
 
     /// Blocks that the live chains of a replica are expected to want.
     pub(crate) fn blocks_wanted(&self, replica: ReplicaId) -> f64 {
-        self.continues() * self.alive.get(&replica).map_or(0.0, |alive| alive.blocks)
+        self.continues() * self.alive.get(replica.index()).map_or(0.0, |alive| alive.blocks)
     }
 
     /// Share of chains that went on.
@@ -138,14 +138,18 @@ impl Chains {
 
     /// Chains that were on the replica last and are alive.
     pub(crate) fn alive_on(&self, replica: ReplicaId) -> u32 {
-        self.alive.get(&replica).map_or(0, |alive| alive.chains)
+        self.alive.get(replica.index()).map_or(0, |alive| alive.chains)
     }
 
     fn put(&mut self, id: ChainId, mut chain: Chain) {
         self.take(id);
         // A start is small, but what it will grow to is what the replica must hold.
         chain.booked = chain.blocks.max(self.final_blocks);
-        let alive = self.alive.entry(chain.replica).or_default();
+        let place = chain.replica.index();
+        if self.alive.len() <= place {
+            self.alive.resize_with(place + 1, Alive::default);
+        }
+        let alive = &mut self.alive[place];
         alive.chains += 1;
         alive.blocks += chain.booked;
         self.known.insert(id, chain);
@@ -153,7 +157,7 @@ impl Chains {
 
     fn take(&mut self, id: ChainId) -> Option<Chain> {
         let chain = self.known.remove(&id)?;
-        if let Some(alive) = self.alive.get_mut(&chain.replica) {
+        if let Some(alive) = self.alive.get_mut(chain.replica.index()) {
             alive.chains -= 1;
             alive.blocks = if alive.chains == 0 { 0.0 } else { alive.blocks - chain.booked };
         }

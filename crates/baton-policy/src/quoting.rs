@@ -33,6 +33,8 @@ pub(crate) struct Scratch {
     work_ms: Vec<f64>,
     delays: Delays,
     costs: Vec<f64>,
+    /// Depths of one of the window's requests before they changed.
+    former: Vec<u32>,
     elsewhere: Vec<f64>,
     /// Backlogs of eligible replicas that are not priced in full, by their index; infinite for all else. Empty when there are none.
     others: Vec<f64>,
@@ -261,30 +263,38 @@ impl Router {
 
     /// Costs of the window's requests on the candidates, one row a request; rows are computed again where the index changed.
     fn gather_recent(&mut self, candidates: &[Candidate]) {
-        let Scratch { costs, elsewhere, others, .. } = &mut self.scratch;
+        let Scratch { costs, elsewhere, others, former, .. } = &mut self.scratch;
         let least_busy = others.iter().enumerate().min_by(|a, b| a.1.total_cmp(b.1)).map(|(place, _)| ReplicaId(place as u32));
         costs.clear();
         elsewhere.clear();
         for recent in &mut self.demand.recent {
-            let current = recent.version == self.costs_version && self.index.still_matches(&recent.keys, &recent.depths);
-            if !current {
+            let priced = recent.version == self.costs_version;
+            if !priced || !self.index.still_matches(&recent.keys, &recent.ends) {
+                std::mem::swap(&mut recent.depths, former);
                 self.index.matches_into(&recent.keys, &mut recent.depths);
-                recent.version = self.costs_version;
-                recent.costs.clear();
-                recent.costs.resize(self.replicas.places(), f64::NAN);
+                self.index.ends_into(&recent.depths, &mut recent.ends);
                 recent.find_holders();
+                if priced {
+                    recent.forget_costs(former);
+                } else {
+                    recent.version = self.costs_version;
+                    recent.costs.clear();
+                    recent.costs.resize(self.replicas.places(), f64::NAN);
+                }
             }
-            costs.extend(candidates.iter().map(|candidate| recent.cost_ms(&self.replicas[candidate.replica])));
+            costs.extend(candidates.iter().map(|candidate| recent.cost_ms(candidate.replica, &self.replicas)));
             // Of the others, the first that will be free and those that have something of it; where all have, some.
             let mut best = f64::INFINITY;
             if let Some(id) = least_busy {
-                best = others[id.index()] + recent.cost_ms(&self.replicas[id]);
-                let from = self.rng.usize(..recent.holders.len().max(1));
-                for place in 0..recent.holders.len().min(PRICED_MAX) {
-                    let id = recent.holders[(from + place) % recent.holders.len()];
+                best = others[id.index()] + recent.cost_ms(id, &self.replicas);
+                let count = recent.holders.len();
+                let mut at = self.rng.usize(..count.max(1));
+                for _ in 0..count.min(PRICED_MAX) {
+                    let id = recent.holders[at];
                     if others[id.index()] < best {
-                        best = best.min(others[id.index()] + recent.cost_ms(&self.replicas[id]));
+                        best = best.min(others[id.index()] + recent.cost_ms(id, &self.replicas));
                     }
+                    at = if at + 1 == count { 0 } else { at + 1 };
                 }
             }
             elsewhere.push(best);

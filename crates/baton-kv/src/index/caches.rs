@@ -391,9 +391,9 @@ impl Caches {
 
     /// Loads what [`Self::confirm`] of these blocks will need, so that the waits for memory overlap.
     pub(super) fn warm_stored(&self, slot: usize, keys: &[BlockKey], hashes: &[EngineHash]) {
+        self.holders.shared().warm(keys.iter().copied());
         let mut loaded = 0;
         for (key, hash) in keys.iter().zip(hashes) {
-            loaded ^= self.holders.shared().warm(*key);
             loaded ^= u64::from(self.by_key.find(mix(slot, key.0), |_| false).is_some());
             loaded ^= u64::from(self.by_hash.find(mix(slot, hash.0), |_| false).is_some());
         }
@@ -403,9 +403,10 @@ impl Caches {
     /// As [`Self::warm_stored`], for [`Self::remove`].
     pub(super) fn warm_removed(&self, slot: usize, hashes: &[EngineHash]) {
         let mut loaded = 0;
-        for place in hashes.iter().filter_map(|hash| self.place_of(slot, *hash)) {
+        let places = hashes.iter().filter_map(|hash| self.place_of(slot, *hash));
+        self.holders.shared().warm(places.clone().map(|place| self.nodes[place as usize].key));
+        for place in places {
             let key = self.nodes[place as usize].key;
-            loaded ^= self.holders.shared().warm(key);
             loaded ^= u64::from(self.by_key.find(mix(slot, key.0), |_| false).is_some());
         }
         std::hint::black_box(loaded);

@@ -96,11 +96,12 @@ impl Holders {
             && self.find(key).is_some_and(|place| self.word(place, slot / 64).load(Ordering::Relaxed) >> (slot % 64) & 1 == 1)
     }
 
-    /// Loads what a look-up of the key will need, and waits for nothing.
-    pub(super) fn warm(&self, key: BlockKey) -> u64 {
-        let [first, second] = self.choices(stored(key));
+    /// Loads what look-ups of the keys will need, all at the same time: a look-up waits for its first bucket before it turns to the
+    /// second, and the processor guesses which.
+    pub(super) fn warm(&self, keys: impl Iterator<Item = BlockKey>) {
         let load = |bucket| self.key(Place { bucket, way: 0 }).load(Ordering::Relaxed);
-        load(first) ^ load(second)
+        let loaded = keys.map(|key| self.choices(stored(key))).fold(0, |loaded, [first, second]| loaded ^ load(first) ^ load(second));
+        std::hint::black_box(loaded);
     }
 
     fn find(&self, key: BlockKey) -> Option<Place> {

@@ -2,11 +2,14 @@ use crate::BlockKey;
 
 use super::holders::Holders;
 
+/// Look-ups that wait for memory together. A core keeps about so many loads in flight; more would only be more work.
+const TOGETHER: usize = 16;
+
 /// Leading blocks of `keys` that each replica holds, by slot, into `depths`.
 ///
 /// While a replica holds the parent of every block that it holds, the sets along a chain only shrink, and equal sets at both ends of
-/// an interval mean that nothing ends between them: a bisection looks up `log2(keys)` blocks for each different depth. Replicas with
-/// holes are followed block by block.
+/// an interval mean that nothing ends between them, so only intervals with different ends are parted further. Replicas with holes are
+/// followed block by block.
 pub(super) fn matches(holders: &Holders, keys: &[BlockKey], depths: &mut Vec<u32>) {
     match holders.words() {
         1 => match_words::<1>(holders, keys, depths),
@@ -19,17 +22,47 @@ pub(super) fn matches(holders: &Holders, keys: &[BlockKey], depths: &mut Vec<u32
     }
 }
 
-/// Whether `depths` are still those of [`matches`], but for replicas with holes, of which only the ends are looked at: two blocks
-/// are looked up for each different depth.
-pub(super) fn still_matches(holders: &Holders, keys: &[BlockKey], depths: &[u32]) -> bool {
+/// Where the depths of a match end and for which replicas, kept with it to see later whether it still holds.
+#[derive(Debug, Default)]
+pub struct MatchEnds {
+    replicas: usize,
+    /// The different depths, the largest first.
+    depths: Vec<u32>,
+    /// For each, the words of the set of replicas whose match ends there.
+    sets: Vec<u64>,
+}
+
+impl MatchEnds {
+    pub(super) fn find(&mut self, holders: &Holders, of: &[u32]) {
+        self.replicas = of.len();
+        self.depths.clear();
+        self.depths.extend_from_slice(of);
+        self.depths.sort_unstable_by(|a, b| b.cmp(a));
+        self.depths.dedup();
+        let words = holders.words();
+        self.sets.clear();
+        self.sets.resize(self.depths.len() * words, 0);
+        let mut place = 0;
+        for (slot, depth) in of.iter().enumerate() {
+            if self.depths[place] != *depth {
+                place = self.depths.binary_search_by(|other| depth.cmp(other)).expect("each depth is listed");
+            }
+            self.sets[place * words + slot / 64] |= 1 << (slot % 64);
+        }
+    }
+}
+
+/// Whether the depths with these `ends` are still those of [`matches`], but for replicas with holes, of which only the ends are looked
+/// at: two blocks are looked up for each different depth.
+pub(super) fn still_matches(holders: &Holders, keys: &[BlockKey], ends: &MatchEnds) -> bool {
     match holders.words() {
-        1 => still_words::<1>(holders, keys, depths),
-        2 => still_words::<2>(holders, keys, depths),
-        4 => still_words::<4>(holders, keys, depths),
-        8 => still_words::<8>(holders, keys, depths),
-        16 => still_words::<16>(holders, keys, depths),
-        32 => still_words::<32>(holders, keys, depths),
-        _ => still_words::<64>(holders, keys, depths),
+        1 => still_words::<1>(holders, keys, ends),
+        2 => still_words::<2>(holders, keys, ends),
+        4 => still_words::<4>(holders, keys, ends),
+        8 => still_words::<8>(holders, keys, ends),
+        16 => still_words::<16>(holders, keys, ends),
+        32 => still_words::<32>(holders, keys, ends),
+        _ => still_words::<64>(holders, keys, ends),
     }
 }
 
@@ -47,7 +80,7 @@ fn match_words<const W: usize>(holders: &Holders, keys: &[BlockKey], depths: &mu
     let closed = minus(at_first, holes);
     if !is_empty(closed) {
         let at_last = both(closed, holders.get(*last));
-        bisect(holders, keys, (0, closed), (keys.len() - 1, at_last), depths);
+        part(holders, keys, (0, closed), (keys.len() - 1, at_last), depths);
         end(at_last, keys.len(), depths);
     }
     let mut left = both(at_first, holes);
@@ -64,21 +97,35 @@ fn match_words<const W: usize>(holders: &Holders, keys: &[BlockKey], depths: &mu
 
 /// Finds the depths that end between two places whose sets are known.
 ///
-/// All intervals are halved in turn, so that the look-ups of a round wait for memory together.
-fn bisect<const W: usize>(holders: &Holders, keys: &[BlockKey], low: End<W>, high: End<W>, depths: &mut [u32]) {
-    let mut open = Vec::new();
+/// All intervals are parted in turn, so that the look-ups of a round wait for memory together: few intervals each at several places,
+/// since a round takes as long as one look-up, and many in halves, which takes the fewest look-ups.
+fn part<const W: usize>(holders: &Holders, keys: &[BlockKey], low: End<W>, high: End<W>, depths: &mut [u32]) {
+    let (mut open, mut parts) = (Vec::with_capacity(TOGETHER), Vec::with_capacity(TOGETHER));
     split(low, high, &mut open, depths);
-    let (mut sets, mut halves) = (Vec::new(), Vec::new());
     while !open.is_empty() {
-        sets.extend(open.iter().map(|(low, high): &(End<W>, End<W>)| holders.get::<W>(keys[usize::midpoint(low.0, high.0)])));
-        for ((low, high), set) in open.drain(..).zip(sets.drain(..)) {
-            // Cut to what holds at both sides, should the writer be at work between the look-ups.
-            let middle = (usize::midpoint(low.0, high.0), both(low.1, set));
-            split(low, middle, &mut halves, depths);
-            split(middle, (high.0, both(middle.1, high.1)), &mut halves, depths);
+        let cuts = (TOGETHER / open.len()).max(1);
+        for intervals in open.chunks(TOGETHER) {
+            holders.warm(intervals.iter().flat_map(|(low, high)| places(low.0, high.0, cuts)).map(|place| keys[place]));
+            for &(low, high) in intervals {
+                let mut before = low;
+                for place in places(low.0, high.0, cuts) {
+                    // Cut to what holds at both sides, should the writer be at work between the look-ups.
+                    let at = (place, both(before.1, holders.get(keys[place])));
+                    split(before, at, &mut parts, depths);
+                    before = at;
+                }
+                split(before, (high.0, both(before.1, high.1)), &mut parts, depths);
+            }
         }
-        std::mem::swap(&mut open, &mut halves);
+        open.clear();
+        std::mem::swap(&mut open, &mut parts);
     }
+}
+
+/// At most so many places between `low` and `high`, at even distances.
+fn places(low: usize, high: usize, cuts: usize) -> impl Iterator<Item = usize> {
+    let cuts = cuts.min(high - low - 1);
+    (1..=cuts).map(move |cut| low + (high - low) * cut / (cuts + 1))
 }
 
 /// A place in the chain and who holds its block.
@@ -96,27 +143,17 @@ fn split<const W: usize>(low: End<W>, high: End<W>, open: &mut Vec<(End<W>, End<
     }
 }
 
-fn still_words<const W: usize>(holders: &Holders, keys: &[BlockKey], depths: &[u32]) -> bool {
-    if depths.len() != holders.replicas() {
+fn still_words<const W: usize>(holders: &Holders, keys: &[BlockKey], ends: &MatchEnds) -> bool {
+    if ends.replicas != holders.replicas() || ends.sets.len() != ends.depths.len() * W {
         return false;
     }
-    let mut checked: [u32; 8] = [u32::MAX; 8];
-    let mut distinct = 0;
-    depths.iter().all(|&depth| {
-        if checked.contains(&depth) {
-            return true;
-        }
-        checked[distinct % checked.len()] = depth;
-        distinct += 1;
-        let (mut reach, mut pass) = ([0; W], [0; W]);
-        for (slot, &other) in depths.iter().enumerate() {
-            reach[slot / 64] |= u64::from(other >= depth) << (slot % 64);
-            pass[slot / 64] |= u64::from(other > depth) << (slot % 64);
-        }
-        let ends_here = minus(reach, pass);
+    let mut reach = [0; W];
+    ends.depths.iter().zip(ends.sets.chunks_exact(W)).all(|(&depth, set)| {
+        let end_here: [u64; W] = std::array::from_fn(|word| set[word]);
+        reach = std::array::from_fn(|word| reach[word] | end_here[word]);
         let depth = depth as usize;
         let reached = depth == 0 || keys.get(depth - 1).is_some_and(|key| is_empty(minus(reach, holders.get(*key))));
-        reached && keys.get(depth).is_none_or(|key| is_empty(both(ends_here, holders.get(*key))))
+        reached && keys.get(depth).is_none_or(|key| is_empty(both(end_here, holders.get(*key))))
     })
 }
 
