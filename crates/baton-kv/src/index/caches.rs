@@ -6,7 +6,7 @@ use std::{
 use baton_units::Time;
 use hashbrown::HashTable;
 
-use super::{holders::HolderTable, snapshot::Entry};
+use super::{AT_ONCE, holders::HolderTable, snapshot::Entry};
 use crate::{BlockKey, EngineHash};
 
 const NONE: u32 = u32::MAX;
@@ -261,22 +261,21 @@ impl Caches {
 
     /// Notes that the whole chain was used at `now`. `believe`: it is expected to be there from now on, and what is new is added.
     pub(super) fn touch(&mut self, slot: usize, keys: &[BlockKey], believe: bool, now: Time) {
-        let touch = Touch { used: self.tick(now), now: stamp_of(now), believe, counts: false };
+        let touch = Touch { used: self.tick(now), now: stamp_of(now), believe, counts: false, keeps: false };
         let (present, place) = self.deepest(slot, keys);
         let place = if believe { self.extend(slot, keys, present, place, touch.used) } else { place };
-        self.touch_from(place, present as u32, touch, &mut |_| {});
+        self.touch_from(place, (keys, present), touch, &mut |_| {});
     }
 
     /// A request with this prompt is sent: its blocks are expected, and kept until [`Self::unpin`]. Tells how long each idle time was.
     pub(super) fn pin(&mut self, slot: usize, keys: &[BlockKey], now: Time, see: &mut impl FnMut(Use)) {
-        let touch = Touch { used: self.tick(now), now: stamp_of(now), believe: true, counts: true };
+        let used = self.tick(now);
         let (present, place) = self.deepest(slot, keys);
-        let place = self.extend(slot, keys, present, place, touch.used);
+        let place = self.extend(slot, keys, present, place, used);
         // A chain that the bound cut short is not kept, since its end would not be found again.
-        if place != NONE && self.nodes[place as usize].depth as usize + 1 == keys.len() {
-            self.keep(place);
-        }
-        self.touch_from(place, present as u32, touch, see);
+        let keeps = place != NONE && self.nodes[place as usize].depth as usize + 1 == keys.len();
+        let touch = Touch { used, now: stamp_of(now), believe: true, counts: true, keeps };
+        self.touch_from(place, (keys, present), touch, see);
     }
 
     /// The request ended: what only it kept may go, as young as can be. `all` is its chain with the output's blocks, which are there
@@ -391,7 +390,7 @@ impl Caches {
 
     /// Loads what [`Self::confirm`] of these blocks will need, so that the waits for memory overlap.
     pub(super) fn warm_stored(&self, slot: usize, keys: &[BlockKey], hashes: &[EngineHash]) {
-        self.holders.shared().warm(keys.iter().copied());
+        self.holders.warm(keys.iter().copied());
         let mut loaded = 0;
         for (key, hash) in keys.iter().zip(hashes) {
             loaded ^= u64::from(self.by_key.find(mix(slot, key.0), |_| false).is_some());
@@ -404,7 +403,7 @@ impl Caches {
     pub(super) fn warm_removed(&self, slot: usize, hashes: &[EngineHash]) {
         let mut loaded = 0;
         let places = hashes.iter().filter_map(|hash| self.place_of(slot, *hash));
-        self.holders.shared().warm(places.clone().map(|place| self.nodes[place as usize].key));
+        self.holders.warm(places.clone().map(|place| self.nodes[place as usize].key));
         for place in places {
             let key = self.nodes[place as usize].key;
             loaded ^= u64::from(self.by_key.find(mix(slot, key.0), |_| false).is_some());
@@ -590,9 +589,15 @@ impl Caches {
 
     /// Takes out the least recently used blocks of a replica until at most `limit` take memory there.
     pub(super) fn evict_to(&mut self, slot: usize, limit: usize, now: Time, see: &mut impl FnMut(Use)) {
+        let mut warm = 0;
         while self.replicas[slot].resident > limit
             && let Some(place) = self.oldest(slot)
         {
+            if warm == 0 {
+                warm = AT_ONCE.min(self.replicas[slot].resident - limit);
+                self.warm_oldest(slot, warm);
+            }
+            warm -= 1;
             see(self.cut_short(place, now));
             self.evict(place);
         }
@@ -600,13 +605,30 @@ impl Caches {
 
     /// Blocks that no request keeps, the next to go first.
     pub(super) fn victims(&self, slot: usize, now: Time) -> impl Iterator<Item = Victim> {
+        self.oldest_first(slot).map(move |place| self.victim(place, now))
+    }
+
+    fn oldest_first(&self, slot: usize) -> impl Iterator<Item = u32> + Clone {
         let mut heads = self.replicas.get(slot).map_or([NONE; 2], |cache| [cache.lists[0].oldest, cache.lists[1].oldest]);
         std::iter::from_fn(move || {
             let place = self.first_of(heads)?;
             let node = &self.nodes[place as usize];
             heads[node.list()] = node.younger;
-            Some(self.victim(place, now))
+            Some(place)
         })
+    }
+
+    /// Loads what the eviction of the next `blocks` will need.
+    fn warm_oldest(&self, slot: usize, blocks: usize) {
+        let keys = self.oldest_first(slot).take(blocks).map(|place| self.nodes[place as usize].key);
+        self.holders.warm(keys.clone());
+        self.warm_nodes(slot, keys);
+    }
+
+    /// Loads what a look-up of the keys' nodes will need.
+    fn warm_nodes(&self, slot: usize, keys: impl Iterator<Item = BlockKey>) {
+        let found = keys.fold(false, |found, key| found ^ self.by_key.find(mix(slot, key.0), |_| false).is_some());
+        std::hint::black_box(found);
     }
 
     /// Makes room for `blocks` more: evicts, over the whole fleet, where `worth` of a block (what it saves, in ms) is least. Blocks
@@ -715,9 +737,13 @@ impl Caches {
 
     /// Adds the blocks of the chain that have no node, not yet in a list. Returns the deepest.
     fn extend(&mut self, slot: usize, keys: &[BlockKey], present: usize, mut place: u32, used: u64) -> u32 {
-        for (depth, key) in keys.iter().enumerate().skip(present) {
-            let Some(added) = self.add(slot, *key, place, depth as u32, used) else { break };
-            place = added;
+        let mut depth = present as u32;
+        for keys in keys[present..].chunks(AT_ONCE) {
+            self.warm_nodes(slot, keys.iter().copied());
+            for key in keys {
+                let Some(added) = self.add(slot, *key, place, depth, used) else { return place };
+                (place, depth) = (added, depth + 1);
+            }
         }
         place
     }
@@ -794,14 +820,21 @@ impl Caches {
         }
     }
 
-    /// Notes a use on the node and all before it. The first `present` blocks of the chain had a node before the use.
-    fn touch_from(&mut self, place: u32, present: u32, touch: Touch, see: &mut impl FnMut(Use)) {
+    /// Notes a use on the node and all before it. Of the chain `keys`, the first `present` blocks had a node before the use, and the others
+    /// are in no list yet.
+    fn touch_from(&mut self, place: u32, (keys, present): (&[BlockKey], usize), touch: Touch, see: &mut impl FnMut(Use)) {
         let mut at = place;
         let mut told: Option<(u64, Use)> = None;
         let mut after: Option<BlockKey> = None;
+        let mut keeps = touch.keeps;
+        let mut run: Option<Run> = None;
         while at != NONE {
             let node = self.nodes[at as usize];
-            let new = node.depth >= present;
+            let depth = node.depth as usize;
+            let new = depth >= present;
+            if new && (after.is_none() || (depth + 1).is_multiple_of(AT_ONCE)) {
+                self.holders.warm(keys[depth / AT_ONCE * AT_ONCE..=depth].iter().copied());
+            }
             let existed = !new && node.has(RESIDENT);
             if touch.counts && existed && touch.now > node.used {
                 // Blocks of one use in a row are told together.
@@ -817,17 +850,27 @@ impl Caches {
             }
             // What is kept stays in its list, which has no order.
             let moves = node.users == 0;
-            if moves {
+            let in_run = moves && keeps && !new;
+            if in_run {
+                run = Some(self.extend_run(run, at));
+            } else if moves && !new {
                 self.unlink(at);
             }
-            self.nodes[at as usize].used = touch.used;
+            let touched = &mut self.nodes[at as usize];
+            touched.used = touch.used;
             if touch.counts && existed {
-                self.nodes[at as usize].flags |= REUSED;
+                touched.flags |= REUSED;
+            }
+            if keeps {
+                touched.users += 1;
+                self.replicas[node.slot as usize].pinned += usize::from(moves && node.has(RESIDENT));
+                // What is before a block that was kept was kept too.
+                keeps = moves;
             }
             if touch.believe && !node.has(RESIDENT) {
                 self.take_in(at);
             }
-            if moves {
+            if moves && !in_run {
                 self.append(at);
             }
             let became_held = touch.believe && !node.held();
@@ -836,12 +879,15 @@ impl Caches {
                 self.take_hold(at);
             }
             if let Some(after) = after
-                && (became_held || node.depth + 1 >= present)
+                && (became_held || depth + 1 >= present)
             {
                 self.follow(node.key, after);
             }
             after = Some(node.key);
             at = node.parent;
+        }
+        if let Some(run) = run {
+            self.keep_run(run);
         }
         if let Some((_, run)) = told {
             see(run);
@@ -850,27 +896,56 @@ impl Caches {
 
     /// Notes a use of what is there, without any new belief.
     fn touch_path(&mut self, place: u32, now: Time) {
-        let touch = Touch { used: self.tick(now), now: stamp_of(now), believe: false, counts: false };
-        self.touch_from(place, u32::MAX, touch, &mut |_| {});
+        let touch = Touch { used: self.tick(now), now: stamp_of(now), believe: false, counts: false, keeps: false };
+        self.touch_from(place, (&[], usize::MAX), touch, &mut |_| {});
     }
 
-    /// A request keeps the node, and so all before it.
-    fn keep(&mut self, place: u32) {
-        let mut at = place;
-        while at != NONE {
-            if self.nodes[at as usize].users == 0 {
-                self.unlink(at);
+    /// Adds a node that is about to be kept to the run before it, or begins another and moves the one before. A chain that was used as
+    /// a whole lies in its list as one run.
+    fn extend_run(&mut self, run: Option<Run>, place: u32) -> Run {
+        let node = &self.nodes[place as usize];
+        let list = node.list();
+        let unexpired = self.replicas[node.slot as usize].lists[list].unexpired == place;
+        match run {
+            Some(run) if self.nodes[run.youngest as usize].younger == place => {
+                Run { youngest: place, unexpired: run.unexpired || unexpired, ..run }
             }
-            let node = &mut self.nodes[at as usize];
-            node.users += 1;
-            if node.users > 1 {
-                return;
+            other => {
+                if let Some(run) = other {
+                    self.keep_run(run);
+                }
+                Run { oldest: place, youngest: place, list, unexpired }
             }
-            let (slot, parent, resident) = (node.slot as usize, node.parent, node.has(RESIDENT));
-            self.replicas[slot].pinned += usize::from(resident);
-            self.append(at);
-            at = parent;
         }
+    }
+
+    /// Moves a run to the list of those that may not go.
+    fn keep_run(&mut self, run: Run) {
+        let (older, younger) = (self.nodes[run.oldest as usize].older, self.nodes[run.youngest as usize].younger);
+        let lists = &mut self.replicas[self.nodes[run.oldest as usize].slot as usize].lists;
+        let list = &mut lists[run.list];
+        if run.unexpired {
+            list.unexpired = younger;
+        }
+        if older == NONE {
+            list.oldest = younger;
+        } else {
+            self.nodes[older as usize].younger = younger;
+        }
+        if younger == NONE {
+            list.youngest = older;
+        } else {
+            self.nodes[younger as usize].older = older;
+        }
+        let kept = &mut lists[KEPT];
+        let before = std::mem::replace(&mut kept.youngest, run.youngest);
+        if before == NONE {
+            kept.oldest = run.oldest;
+        } else {
+            self.nodes[before as usize].younger = run.oldest;
+        }
+        self.nodes[run.oldest as usize].older = before;
+        self.nodes[run.youngest as usize].younger = NONE;
     }
 
     /// Lets a node that only kept a place take memory again; the caller links it.
@@ -1146,6 +1221,18 @@ struct Touch {
     now: u64,
     believe: bool,
     counts: bool,
+    /// A request keeps the blocks from now on.
+    keeps: bool,
+}
+
+/// Neighbours in a list.
+#[derive(Debug, Clone, Copy)]
+struct Run {
+    oldest: u32,
+    youngest: u32,
+    list: usize,
+    /// The list's first whose expectation may yet end is among them.
+    unexpired: bool,
 }
 
 /// The front of a list, the least worth first.

@@ -245,6 +245,13 @@ impl HolderTable {
         }
     }
 
+    /// Loads what look-ups and changes of the keys will need.
+    pub(super) fn warm(&self, keys: impl Iterator<Item = BlockKey> + Clone) {
+        self.shared.warm(keys.clone());
+        let buckets = keys.flat_map(|key| self.shared.choices(stored(key)));
+        std::hint::black_box(buckets.fold(0, |loaded, bucket| loaded ^ self.follow[bucket * WAYS]));
+    }
+
     /// Notes that `next` came after `key`. Tells whether `key` branches only since this call.
     pub(super) fn follow(&mut self, key: BlockKey, next: BlockKey) -> bool {
         let Some(place) = self.shared.find(key) else { return false };
