@@ -326,9 +326,9 @@ impl FleetIndex {
         self.caches.get(replica.index()).map_or(0, caches::Cache::pinned)
     }
 
-    /// Leading blocks of the chain that requests in flight keep on the replica.
-    pub fn pinned_prefix(&self, replica: ReplicaId, keys: &[BlockKey]) -> usize {
-        self.caches.pinned_prefix(replica.index(), keys)
+    /// Leading blocks of the chain that requests in flight keep on the replica; found soonest where it has `guess` of them.
+    pub fn pinned_prefix(&self, replica: ReplicaId, keys: &[BlockKey], guess: usize) -> usize {
+        self.caches.pinned_prefix(replica.index(), keys, guess)
     }
 
     /// Blocks believed to be on the replica.

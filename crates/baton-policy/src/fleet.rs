@@ -65,7 +65,8 @@ pub(crate) struct Replica {
     pub(crate) state: ReplicaState,
     pub(crate) ledger: Ledger,
     pub(crate) report: Option<LoadReport>,
-    pub(crate) in_flight: u32,
+    /// Requests sent and not ended, in no order.
+    pub(crate) flights: Vec<RequestId>,
     /// Requests past their first token, and tokens of context that they read a step.
     pub(crate) decoding: u32,
     pub(crate) context: u64,
@@ -89,13 +90,17 @@ impl Replica {
             state: ReplicaState::Ready,
             ledger: Ledger::default(),
             report: None,
-            in_flight: 0,
+            flights: Vec::new(),
             decoding: 0,
             context: 0,
             private_blocks: 0,
             response_ms: 0.0,
             losses: Losses::default(),
         }
+    }
+
+    pub(crate) fn in_flight(&self) -> u32 {
+        self.flights.len() as u32
     }
 
     pub(crate) fn advance(&mut self, now: Time) {

@@ -119,7 +119,7 @@ impl Router {
         let wait = backlog.wait_ms(prefill).max(self.memory_wait_ms(replica, arrival, now));
         let candidate = Candidate {
             replica: id,
-            in_flight: replica.in_flight,
+            in_flight: replica.in_flight(),
             queued: replica.ledger.prefilling() as u32,
             hit,
             blocks_free: replica.blocks_free(self.index.blocks_pinned(id), now),
@@ -229,27 +229,29 @@ impl Router {
         let output = arrival.max_output.map_or(self.mean_output, |most| most.as_f64().min(self.mean_output.max(1.0)));
         let needed = Tokens(arrival.prompt.0 + output.ceil() as u32).to_blocks(replica.spec.block_size);
         let free = replica.blocks_free(self.index.blocks_pinned(replica.spec.id), now);
-        let slots = replica.spec.max_running > replica.in_flight;
-        if slots && needed <= free {
+        let slots = replica.spec.max_running > replica.in_flight();
+        // Where nobody is, nobody leaves.
+        if slots && needed <= free || replica.flights.is_empty() {
             return 0.0;
         }
-        let shared = self.index.pinned_prefix(replica.spec.id, &arrival.keys) as u32;
+        let held = self.depth(replica.spec.id) as usize;
+        let shared = self.index.pinned_prefix(replica.spec.id, &arrival.keys, held) as u32;
         let mut missing = needed.saturating_sub(free).saturating_sub(Blocks(shared));
         if slots && missing == Blocks::ZERO {
             return 0.0;
         }
         let step_ms = replica.decode_step_ms(0, 0);
-        let mut leaving: Vec<(f64, Blocks)> = self
+        let mut leaving: Vec<(f64, Blocks)> = replica
             .flights
-            .values()
-            .filter(|flight| flight.replica == replica.spec.id && flight.incarnation == replica.spec.incarnation)
+            .iter()
+            .filter_map(|request| self.flights.get(request))
             .map(|flight| {
                 let left = (self.mean_output - f64::from(flight.output)).max(1.0);
                 let start = if flight.started { 0.0 } else { replica.ledger.backlog_ms() };
                 (start + left * step_ms, Blocks(flight.keys.len() as u32 + flight.private_blocks))
             })
             .collect();
-        leaving.sort_by(|a, b| a.0.total_cmp(&b.0));
+        leaving.sort_unstable_by(|a, b| a.0.total_cmp(&b.0));
         let mut last = 0.0;
         for (after_ms, blocks) in leaving {
             last = after_ms;

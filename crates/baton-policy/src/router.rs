@@ -430,7 +430,7 @@ impl Router {
                 incarnation: replica.spec.incarnation,
                 state: replica.state,
                 queue_ms: backlog_at_ms(replica, now),
-                in_flight: replica.in_flight,
+                in_flight: replica.in_flight(),
                 prefilling: replica.ledger.prefilling() as u32,
                 kv_blocks_total: replica.spec.kv_blocks,
                 kv_blocks_free: replica.blocks_free(self.index.blocks_pinned(replica.spec.id), now),
@@ -724,7 +724,7 @@ impl Router {
         let replica = self.replicas.get_mut(flight.replica).expect("a candidate is in the fleet");
         flight.incarnation = replica.spec.incarnation;
         flight.private_blocks = private_blocks(&replica.spec, flight.prompt, flight.keys.len(), 1);
-        replica.in_flight += 1;
+        replica.flights.push(request);
         replica.private_blocks += flight.private_blocks;
         replica.ledger.add(request, prefill_ms, flight.prompt, now);
         self.demand.dispatch(prefill_ms, now + Duration::from_ms(replica.ledger.backlog_ms()), fleet, now);
@@ -777,7 +777,7 @@ fn live_replica<'a>(replicas: &'a mut Replicas, flight: &Flight) -> Option<&'a m
 }
 
 fn end_flight(replica: &mut Replica, request: RequestId, flight: &Flight) {
-    replica.in_flight -= 1;
+    replica.flights.retain(|other| *other != request);
     replica.private_blocks -= flight.private_blocks;
     if flight.started {
         replica.decoding -= 1;

@@ -314,9 +314,17 @@ impl Caches {
         self.find(slot, key).is_some_and(|place| self.nodes[place as usize].users > 0)
     }
 
-    /// Leading blocks of the chain that requests in flight keep.
-    pub(super) fn pinned_prefix(&self, slot: usize, keys: &[BlockKey]) -> usize {
-        keys.partition_point(|key| self.is_pinned(slot, *key))
+    /// Leading blocks of the chain that requests in flight keep; found soonest where there are `guess`.
+    pub(super) fn pinned_prefix(&self, slot: usize, keys: &[BlockKey], guess: usize) -> usize {
+        let (before, after) = keys.split_at(guess.min(keys.len()));
+        let is_pinned = |key: &BlockKey| self.is_pinned(slot, *key);
+        if !before.last().is_none_or(is_pinned) {
+            before.partition_point(is_pinned)
+        } else if !after.first().is_some_and(is_pinned) {
+            before.len()
+        } else {
+            before.len() + after.partition_point(is_pinned)
+        }
     }
 
     pub(super) fn confirmed(&self, slot: usize, key: BlockKey) -> bool {

@@ -329,6 +329,11 @@ proptest! {
             prop_assert_eq!(index.blocks_held(replica), list.len());
             prop_assert_eq!(index.blocks_pinned(replica), list.iter().filter(|key| used(&kept, key)).count());
             prop_assert_eq!(index.victims(replica, now).count(), list.len() - index.blocks_pinned(replica));
+            for from in 0..6 {
+                let asked = keys(&(0..6).map(|place| from << 8 | place).collect::<Vec<_>>());
+                let pinned = asked.iter().take_while(|key| used(&kept, key)).count();
+                prop_assert!((0..=asked.len()).all(|guess| index.pinned_prefix(replica, &asked, guess) == pinned));
+            }
         }
     }
 
