@@ -213,7 +213,7 @@ async fn ready(State(shared): State<Arc<Shared>>) -> Response {
 }
 
 async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
-    let page = shared.fleet.metrics.render(&shared.fleet);
+    let page = shared.fleet.metrics.render(&shared.fleet, shared.tokenization.cached_bytes());
     ([(http::header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], page).into_response()
 }
 

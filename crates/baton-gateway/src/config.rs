@@ -24,6 +24,9 @@ use serde::{Deserialize, Deserializer};
 
 use crate::{engine::BaseUrl, prompt::KEY_MODEL};
 
+/// A third of it, in two generations, still holds a message of a few hundred words.
+const TEXT_CACHE_BYTES_MIN: usize = 64 << 10;
+
 /// Everything that `baton serve --config FILE` reads.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -80,6 +83,10 @@ pub struct FrontConfig {
     pub assemble: bool,
     /// Let clients send `chat_template`. Default false: a template is a program that runs on the engine.
     pub client_chat_template: bool,
+    /// Memory for the tokens of text that was seen before, at most; a third each for messages, for the text between special tokens, and
+    /// for words. Default `"96MiB"`, at least `"64KiB"`. Lower: more of a growing conversation is tokenized again.
+    #[serde(deserialize_with = "bytes")]
+    pub text_cache_bytes: usize,
     /// Key for `/baton/v1`, as `Authorization: Bearer KEY`. Without one those paths exist only when `bind` is a loopback address.
     pub admin_key: Option<String>,
 }
@@ -224,6 +231,10 @@ impl GatewayConfig {
         positive("gateway.body_limit", front.body_limit as u64)?;
         positive("gateway.choices_limit", front.choices_limit.into())?;
         positive("gateway.connections", front.connections as u64)?;
+        if front.text_cache_bytes < TEXT_CACHE_BYTES_MIN {
+            let (option, value) = ("gateway.text_cache_bytes", front.text_cache_bytes.to_string());
+            return Err(ConfigError::OutOfRange { option, value, want: "less than 64KiB remembers no message; give more" });
+        }
         positive("policy.decisions", self.policy.decisions as u64)?;
         if let Some(path) = self.policy.index_snapshot.as_ref().filter(|path| path.file_name().is_none()) {
             let value = format!("{:?}", path.display().to_string());
@@ -318,6 +329,7 @@ impl Default for FrontConfig {
             idle_connections: 64,
             assemble: true,
             client_chat_template: false,
+            text_cache_bytes: 96 << 20,
             admin_key: None,
         }
     }
@@ -487,6 +499,8 @@ mod tests {
         assert!(error("[gateway]\n").contains("[[engines]]"));
         assert!(error("[[engines]]\nurl = \"https://a\"\nkind = \"vllm\"\n").contains("https"));
         assert!(error(&format!("[gateway]\nconnections = 0\n{ENGINE}")).contains("gateway.connections"));
+        let too_little = error(&format!("[gateway]\ntext_cache_bytes = \"1KiB\"\n{ENGINE}"));
+        assert!(too_little.contains("gateway.text_cache_bytes = 1024") && too_little.contains("64KiB"), "{too_little}");
         assert!(error(&format!("[gateway]\nreceive_timeout = \"0s\"\n{ENGINE}")).contains("gateway.receive_timeout"));
         assert!(error(&format!("{ENGINE}[policy]\nindex_snapshot = \"\"\n")).contains("policy.index_snapshot = \"\""));
         let key = error(&format!("{ENGINE}key = \"top\\nsecret\"\n"));

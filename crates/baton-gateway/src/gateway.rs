@@ -64,9 +64,10 @@ impl Gateway {
     /// it prompts are estimated. Must be called within a tokio runtime.
     pub fn new(config: GatewayConfig, text: Option<Arc<Tokenizer>>) -> Result<Self, ConfigError> {
         config.check()?;
+        let tokenization = Tokenization::new(text, config.gateway.text_cache_bytes);
         let shared = Shared {
             fleet: Arc::new(Fleet::new(config.gateway, &config.policy)),
-            tokenization: Tokenization::new(text),
+            tokenization,
             turn: AtomicUsize::new(0),
             address: OnceLock::new(),
             watchers: Mutex::default(),

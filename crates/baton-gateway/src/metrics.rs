@@ -116,8 +116,8 @@ impl Metrics {
         change(lock(&self.replicas).entry(id).or_default());
     }
 
-    /// The page. Gauges are read from the fleet at this moment.
-    pub(crate) fn render(&self, fleet: &Fleet) -> String {
+    /// The page. Gauges are read from the fleet at this moment; `text_cache_bytes` are in use for tokens of known text.
+    pub(crate) fn render(&self, fleet: &Fleet, text_cache_bytes: usize) -> String {
         let mut page = Page::default();
         page.family("baton_requests_total", "counter", "Requests that ended, by route and outcome.");
         for ((route, outcome), count) in lock(&self.requests).iter() {
@@ -134,6 +134,10 @@ impl Metrics {
         page.histogram("baton_intake_seconds", "Parsing, tokenizing and keying a request.", &self.intake);
         self.render_replicas(&mut page, fleet);
         render_index(&mut page, fleet);
+        page.family("baton_text_cache_bytes", "gauge", "Memory of the tokens of text that was seen before.");
+        page.sample("baton_text_cache_bytes", &[], text_cache_bytes as f64);
+        page.family("baton_text_cache_bytes_max", "gauge", "Its bound, gateway.text_cache_bytes.");
+        page.sample("baton_text_cache_bytes_max", &[], fleet.front.text_cache_bytes as f64);
         page.family("baton_held_requests", "gauge", "Requests waiting in the router.");
         page.sample("baton_held_requests", &[], fleet.peek_router(|router, _| router.held()) as f64);
         page.family("baton_sheds_total", "counter", "Requests turned away for the load, by class.");
@@ -317,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_tells_how_far_the_index_can_be_trusted() {
+    fn the_page_tells_how_far_the_index_can_be_trusted_and_what_memory_is_bound_to() {
         let fleet = Fleet::new(FrontConfig::default(), &PolicyConfig { index_bytes: 1 << 20, ..PolicyConfig::default() });
         let engine = |port| EngineConfig::new(format!("http://127.0.0.1:{port}").parse().unwrap(), EngineKind::Vllm);
         let engines = fleet.set_engines(vec![engine(1), engine(2)]);
@@ -351,11 +355,13 @@ mod tests {
         fleet.with_router(|router, now| router.kv_events(ReplicaId(0), Incarnation(1), &batch, now));
         fleet.metrics.hit_predicted(ReplicaId(1), Tokens(100), Tokens(64));
         fleet.metrics.hit_predicted(ReplicaId(1), Tokens(32), Tokens(48));
-        let page = fleet.metrics.render(&fleet);
+        let page = fleet.metrics.render(&fleet, 4096);
         for line in [
             format!("baton_index_bytes {}", reserved.0).as_str(),
             "baton_index_bytes_max 1048576",
             "baton_index_evicted_blocks_total 0",
+            "baton_text_cache_bytes 4096",
+            "baton_text_cache_bytes_max 100663296",
             "baton_replica_index_orphans{replica=\"r0\"} 2",
             "baton_replica_index_orphans{replica=\"r1\"} 0",
             "baton_replica_index_doubtful{replica=\"r0\"} 1",

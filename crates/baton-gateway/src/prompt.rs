@@ -45,10 +45,18 @@ pub(crate) struct Tokenization {
 }
 
 impl Tokenization {
-    pub(crate) fn new(text: Option<Arc<Tokenizer>>) -> Self {
-        let segments = text.clone().and_then(Segments::new).map(Arc::new);
-        let turns = text.clone().zip(segments.clone()).and_then(|(text, segments)| Turns::new(text, segments)).map(Arc::new);
+    /// Remembers tokens in at most `cache_bytes` of memory: a third each for messages, pieces between special tokens, and words.
+    pub(crate) fn new(text: Option<Arc<Tokenizer>>, cache_bytes: usize) -> Self {
+        let share = cache_bytes / 3;
+        let segments = text.clone().and_then(|text| Segments::new(text, 2 * share)).map(Arc::new);
+        let turns = text.clone().zip(segments.clone()).and_then(|(text, segments)| Turns::new(text, segments, share)).map(Arc::new);
         Self { text, segments, turns, estimate: Arc::new(Tokenizer::bytes4()) }
+    }
+
+    /// Memory of what is remembered.
+    pub(crate) fn cached_bytes(&self) -> usize {
+        let segments = self.segments.as_ref().map_or(0, |segments| segments.cached_bytes());
+        segments + self.turns.as_ref().map_or(0, |turns| turns.cached_bytes())
     }
 
     pub(crate) async fn tokenize(&self, source: &PromptSource) -> Tokenized {
@@ -190,6 +198,7 @@ impl KeyChain {
 mod tests {
     use baton_wire::openai::Prompt;
     use http::HeaderMap;
+    use serde_json::json;
 
     use super::*;
     use crate::{
@@ -207,7 +216,7 @@ mod tests {
 
     #[test]
     fn a_known_template_gives_the_engines_tokens() {
-        let tokenization = Tokenization::new(Some(Arc::new(Tokenizer::bytes4())));
+        let tokenization = Tokenization::new(Some(Arc::new(Tokenizer::bytes4())), 1 << 20);
         let tokenized = tokenization.tokenize_now(&chat(r#"{"messages":[{"role":"user","content":"hi"}]}"#), None);
         assert!(tokenized.exact);
         let prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n";
@@ -216,7 +225,7 @@ mod tests {
 
     #[test]
     fn without_a_tokenizer_a_growing_conversation_still_shares_its_beginning() {
-        let tokenization = Tokenization::new(None);
+        let tokenization = Tokenization::new(None, 1 << 20);
         let long = "x".repeat(200);
         let turn = format!(r#"{{"role":"user","content":"{long}"}}"#);
         let first = tokenization.tokenize_now(&chat(&format!(r#"{{"messages":[{turn}]}}"#)), None);
@@ -228,15 +237,35 @@ mod tests {
     }
 
     #[test]
+    fn what_is_remembered_of_many_prompts_keeps_its_bound() {
+        let file = std::fs::read(baton_testkit::smollm2()).unwrap();
+        let text = Arc::new(Tokenizer::from_gguf(&baton_gguf::Header::parse(&file).unwrap()).unwrap());
+        let bytes = 192 << 10;
+        let tokenization = Tokenization::new(Some(text.clone()), bytes);
+        let mut most = 0;
+        for number in 0..400 {
+            let words: Vec<String> = ('a'..='z').map(|letter| format!("w{}", letter.to_string().repeat(1 + number % 60))).collect();
+            let body = json!({ "messages": [{ "role": "user", "content": format!("{number} {}", words.join(" ")) }] });
+            let source = chat(&body.to_string());
+            let tokenized = tokenization.tokenize_now(&source, tokenization.parts(&source));
+            let PromptSource::Chat(prompt) = &source else { unreachable!("it is a chat") };
+            assert_eq!(tokenized.tokens, text.encode(&prompt.render(&text).unwrap(), false));
+            most = most.max(tokenization.cached_bytes());
+            assert!(most <= bytes, "{most} after {number} prompts");
+        }
+        assert!(most > bytes * 3 / 4, "{most}: more was seen than can be remembered");
+    }
+
+    #[test]
     fn what_the_template_refuses_is_estimated() {
-        let tokenization = Tokenization::new(Some(Arc::new(Tokenizer::bytes4())));
+        let tokenization = Tokenization::new(Some(Arc::new(Tokenizer::bytes4())), 1 << 20);
         let image = r#"{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:"}}]}]}"#;
         assert!(!tokenization.tokenize_now(&chat(image), None).exact);
     }
 
     #[test]
     fn several_prompts_count_together_and_the_first_names_the_blocks() {
-        let tokenization = Tokenization::new(None);
+        let tokenization = Tokenization::new(None, 1 << 20);
         let lists = Prompt::TokenLists(vec![vec![1, 2, 3], vec![4, 5]]);
         let tokenized = tokenization.tokenize_completion(&lists, true);
         assert_eq!((tokenized.tokens.as_slice(), tokenized.count, tokenized.exact), ([1, 2, 3].as_slice(), Tokens(5), true));

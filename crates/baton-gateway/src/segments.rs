@@ -32,8 +32,8 @@ pub(crate) struct Segments {
 }
 
 impl Segments {
-    /// `None` for a tokenizer whose pieces do not add up to the whole.
-    pub(crate) fn new(tokenizer: Arc<Tokenizer>) -> Option<Self> {
+    /// `None` for a tokenizer whose pieces do not add up to the whole. Takes at most `cache_bytes` of memory, half of it for words.
+    pub(crate) fn new(tokenizer: Arc<Tokenizer>, cache_bytes: usize) -> Option<Self> {
         let vocabulary = u32::try_from(tokenizer.vocab_size()).ok().filter(|size| u64::from(*size) <= VOCABULARY_MAX)?;
         let mut specials: Vec<(String, u32)> = (0..vocabulary)
             .filter(|&id| tokenizer.is_special(id))
@@ -59,8 +59,12 @@ impl Segments {
         for (text, _) in &specials {
             begins[usize::from(text.as_bytes()[0])] = true;
         }
-        let words = Words::new(tokenizer.clone());
-        Some(Self { tokenizer, specials, begins, words, pieces: Pieces::default() })
+        let words = Words::new(tokenizer.clone(), cache_bytes / 2);
+        Some(Self { tokenizer, specials, begins, words, pieces: Pieces::new(cache_bytes / 2) })
+    }
+
+    pub(crate) fn cached_bytes(&self) -> usize {
+        self.pieces.bytes() + self.words.as_ref().map_or(0, Words::cached_bytes)
     }
 
     /// What `tokenizer.encode(text, false)` gives.
@@ -129,7 +133,7 @@ mod tests {
     static SEGMENTS: LazyLock<Segments> = LazyLock::new(|| {
         let file = std::fs::read(baton_testkit::smollm2()).unwrap();
         let tokenizer = Tokenizer::from_gguf(&baton_gguf::Header::parse(&file).unwrap()).unwrap();
-        Segments::new(Arc::new(tokenizer)).expect("a byte-level tokenizer adds up")
+        Segments::new(Arc::new(tokenizer), 1 << 20).expect("a byte-level tokenizer adds up")
     });
 
     proptest! {
@@ -165,6 +169,6 @@ mod tests {
 
     #[test]
     fn a_tokenizer_without_special_tokens_is_used_as_it_is() {
-        assert!(Segments::new(Arc::new(Tokenizer::bytes4())).is_none());
+        assert!(Segments::new(Arc::new(Tokenizer::bytes4()), 1 << 20).is_none());
     }
 }

@@ -69,12 +69,12 @@ pub(crate) struct Parts {
 }
 
 impl Turns {
-    /// `None` for a template whose conversations are more than their messages.
-    pub(crate) fn new(text: Arc<Tokenizer>, segments: Arc<Segments>) -> Option<Self> {
+    /// `None` for a template whose conversations are more than their messages. Takes at most `cache_bytes` of memory.
+    pub(crate) fn new(text: Arc<Tokenizer>, segments: Arc<Segments>, cache_bytes: usize) -> Option<Self> {
         // A date makes a part true for a day only.
         let has_clock = text.chat_template().is_some_and(|template| template.source().contains("strftime_now"));
         let first_alone = text.render_chat(&json!([first()]), None, false, &Map::new()).ok();
-        let mut turns = Self { text, segments, pieces: Pieces::default(), first_alone, frames: Vec::new() };
+        let mut turns = Self { text, segments, pieces: Pieces::new(cache_bytes), first_alone, frames: Vec::new() };
         turns.frames = ROLES.into_iter().filter_map(|role| turns.frame(role)).collect();
         (!has_clock && probes().iter().all(|(conversation, tools)| turns.adds_up(conversation, tools.as_ref()))).then_some(turns)
     }
@@ -104,6 +104,10 @@ impl Turns {
             let parts = parts.chain(opens.then(|| self.opening_text(tools, &kwargs).map(Some)));
             parts.collect::<Result<Option<String>, _>>().is_ok_and(|parts| parts == Some(whole))
         })
+    }
+
+    pub(crate) fn cached_bytes(&self) -> usize {
+        self.pieces.bytes()
     }
 
     /// Looks the parts up.
@@ -251,8 +255,8 @@ mod tests {
     static TURNS: LazyLock<Turns> = LazyLock::new(|| {
         let file = std::fs::read(baton_testkit::smollm2()).unwrap();
         let text = Arc::new(Tokenizer::from_gguf(&baton_gguf::Header::parse(&file).unwrap()).unwrap());
-        let segments = Arc::new(Segments::new(text.clone()).unwrap());
-        Turns::new(text, segments).expect("ChatML is written message by message")
+        let segments = Arc::new(Segments::new(text.clone(), 2 << 20).unwrap());
+        Turns::new(text, segments, 1 << 20).expect("ChatML is written message by message")
     });
 
     fn chat(messages: &[Value], opens: bool) -> ChatPrompt {

@@ -30,8 +30,8 @@ pub(crate) struct Words {
 }
 
 impl Words {
-    /// `None` for a tokenizer whose words do not add up to the text.
-    pub(crate) fn new(tokenizer: Arc<Tokenizer>) -> Option<Self> {
+    /// `None` for a tokenizer whose words do not add up to the text. Takes at most `cache_bytes` of memory.
+    pub(crate) fn new(tokenizer: Arc<Tokenizer>, cache_bytes: usize) -> Option<Self> {
         let vocabulary = u32::try_from(tokenizer.vocab_size()).ok()?;
         let mut tokens = (0..vocabulary).filter(|&id| !tokenizer.is_special(id));
         let crosses = tokens.any(|id| tokenizer.token_bytes(id).windows(3).any(|bytes| is_cut(bytes[0], bytes[2]) && bytes[1] == b' '));
@@ -39,7 +39,11 @@ impl Words {
             let parts: Vec<u32> = words(text).flat_map(|word| tokenizer.encode(word, false)).collect();
             parts == tokenizer.encode(text, false)
         };
-        (!crosses && PROBES.into_iter().all(adds_up)).then(|| Self { tokenizer, known: Pieces::default() })
+        (!crosses && PROBES.into_iter().all(adds_up)).then(|| Self { tokenizer, known: Pieces::new(cache_bytes) })
+    }
+
+    pub(crate) fn cached_bytes(&self) -> usize {
+        self.known.bytes()
     }
 
     /// Appends what `tokenizer.encode(text, false)` gives.
@@ -118,7 +122,7 @@ mod tests {
     static WORDS: LazyLock<Words> = LazyLock::new(|| {
         let file = std::fs::read(baton_testkit::smollm2()).unwrap();
         let tokenizer = Tokenizer::from_gguf(&baton_gguf::Header::parse(&file).unwrap()).unwrap();
-        Words::new(Arc::new(tokenizer)).expect("a byte-level tokenizer without tokens of several words")
+        Words::new(Arc::new(tokenizer), 1 << 20).expect("a byte-level tokenizer without tokens of several words")
     });
 
     proptest! {
