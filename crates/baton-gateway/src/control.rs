@@ -102,6 +102,7 @@ impl Watcher {
             self.models_at = Some(asked_at);
         }
         self.tell_router(&sighting, life, began, asked_at);
+        self.fleet.take_in(self.engine.id).await;
         self.engine.lines.prune();
         self.follow_events(life);
     }

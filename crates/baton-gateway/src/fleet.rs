@@ -9,9 +9,10 @@ use std::{
 };
 
 use baton_cost::StepCoefficients;
+use baton_kv::{Applied, Copying, IndexReader, KvEventBatch, Snapshot};
 use baton_policy::{Arrival, Outcome, Placed, ReplicaSpec, ReplicaState, Router, Verdict};
 use baton_session::Fault;
-use baton_units::{BlockSize, ReplicaId, RequestId, Time, Tokens};
+use baton_units::{BlockSize, Incarnation, ReplicaId, RequestId, Time, Tokens};
 use baton_wire::openai::ModelCard;
 use tokio::sync::{Notify, oneshot, watch};
 
@@ -25,6 +26,11 @@ use crate::{
     speed::{Likeness, Speed, Speeds},
     upstream::Upstream,
 };
+
+/// Blocks of events, or of what is dropped or restored, that are taken in while others wait: some 0.05 ms.
+const TAKEN_IN_AT_ONCE: usize = 128;
+/// Places of the index that are copied while others wait.
+const COPIED_AT_ONCE: usize = 1024;
 
 /// How far the gateway is from its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -48,7 +54,12 @@ pub(crate) struct Fleet {
     pub(crate) index_bytes_max: usize,
     engines: RwLock<Vec<Arc<Engine>>>,
     catalogue: RwLock<Arc<Catalogue>>,
-    placement: Mutex<Placement>,
+    /// Fair where it is asked to be: writers of the index hand it to who waits.
+    placement: parking_lot::Mutex<Placement>,
+    /// Of the router's index, for matches without its lock.
+    reader: IndexReader,
+    /// Read by each batch of events on its way in, written by a copy of the index: between batches only.
+    events: tokio::sync::RwLock<()>,
     /// When the router wants to be asked again, for the task that does so.
     timer: Notify,
     timer_at: AtomicU64,
@@ -106,6 +117,7 @@ pub(crate) enum Placing {
 
 impl Fleet {
     pub(crate) fn new(front: FrontConfig, policy: &PolicyConfig) -> Self {
+        let router = Router::new(policy.router(), policy.seed);
         Self {
             clock: Clock::new(),
             metrics: Metrics::default(),
@@ -114,11 +126,9 @@ impl Fleet {
             index_bytes_max: policy.index_bytes,
             engines: RwLock::default(),
             catalogue: RwLock::default(),
-            placement: Mutex::new(Placement {
-                router: Router::new(policy.router(), policy.seed),
-                waiting: HashMap::new(),
-                block_size: None,
-            }),
+            reader: router.index().reader(),
+            placement: parking_lot::Mutex::new(Placement { router, waiting: HashMap::new(), block_size: None }),
+            events: tokio::sync::RwLock::default(),
             timer: Notify::new(),
             timer_at: AtomicU64::new(u64::MAX),
             requests: Mutex::new(Requests { names_kept: policy.decisions, ..Requests::default() }),
@@ -137,7 +147,7 @@ impl Fleet {
     /// Calls the router and passes on what the call released.
     pub(crate) fn with_router<R>(&self, call: impl FnOnce(&mut Router, Time) -> R) -> R {
         let now = self.clock.now();
-        let mut placement = lock(&self.placement);
+        let mut placement = self.placement.lock();
         let result = call(&mut placement.router, now);
         self.release_held(&mut placement, now);
         result
@@ -145,14 +155,15 @@ impl Fleet {
 
     /// As [`Self::with_router`], for calls that free no place.
     pub(crate) fn peek_router<R>(&self, call: impl FnOnce(&mut Router, Time) -> R) -> R {
-        call(&mut lock(&self.placement).router, self.clock.now())
+        call(&mut self.placement.lock().router, self.clock.now())
     }
 
     pub(crate) fn place(&self, arrival: Arrival) -> Placing {
+        let matched = self.reader.matches(&arrival.keys);
         let now = self.clock.now();
         let request = arrival.request;
-        let mut placement = lock(&self.placement);
-        let verdict = placement.router.place(arrival, now);
+        let mut placement = self.placement.lock();
+        let verdict = placement.router.place_matched(arrival, Some(matched), now);
         let placing = if verdict == Verdict::Hold {
             let (tell, told) = oneshot::channel();
             placement.waiting.insert(request, tell);
@@ -176,7 +187,7 @@ impl Fleet {
     /// Releases all that is booked for a request, wherever it was.
     pub(crate) fn finished(&self, request: RequestId, outcome: Outcome, keys: Option<Arc<[baton_kv::BlockKey]>>) {
         let now = self.clock.now();
-        let mut placement = lock(&self.placement);
+        let mut placement = self.placement.lock();
         placement.waiting.remove(&request);
         placement.router.finished(request, outcome, keys, now);
         self.release_held(&mut placement, now);
@@ -208,9 +219,74 @@ impl Fleet {
         }
     }
 
+    // The index.
+
+    /// Takes in a batch of a replica's events, in slices between which requests go.
+    pub(crate) async fn kv_events(&self, id: ReplicaId, life: Incarnation, batch: KvEventBatch) -> Applied {
+        let _between_copies = self.events.read().await;
+        let batch = Arc::new(batch);
+        let applied = self.with_router(|router, now| router.begin_kv_events(id, life, batch.clone(), now));
+        self.take_in(id).await;
+        // What it was made of is freed here, and not while others wait.
+        drop(batch);
+        applied
+    }
+
+    /// Goes on without batches of a replica's events that nobody has.
+    pub(crate) async fn skip_kv_gap(&self, id: ReplicaId) {
+        let _between_copies = self.events.read().await;
+        self.with_router(|router, _| router.begin_skip_kv_gap(id));
+        self.take_in(id).await;
+    }
+
+    /// Goes on with what was begun of a replica's cache until all is in.
+    pub(crate) async fn take_in(&self, id: ReplicaId) {
+        while self.take_in_some(id) {
+            tokio::task::yield_now().await;
+        }
+    }
+
+    fn take_in_some(&self, id: ReplicaId) -> bool {
+        let mut placement = self.placement.lock();
+        let more = placement.router.take_in(id, TAKEN_IN_AT_ONCE, self.clock.now());
+        parking_lot::MutexGuard::unlock_fair(placement);
+        more
+    }
+
+    /// Drops what is known of a replica's cache, but not if it is of this life, before the router would drop it at once. It takes no
+    /// requests from here on.
+    fn clear_ahead(&self, id: ReplicaId, unless: Option<Incarnation>) {
+        self.with_router(|router, now| {
+            if router.begin_clear(id, unless) {
+                router.set_state(id, ReplicaState::Suspect, now);
+            }
+        });
+        self.in_parts(|router, now| router.take_in(id, TAKEN_IN_AT_ONCE, now));
+    }
+
+    /// Copies what is known of the replicas. Events wait until all is copied, requests for a part only.
+    pub(crate) fn copy_index(&self, replicas: &[ReplicaId]) -> Copying {
+        let _no_batch = self.events.blocking_write();
+        for id in replicas {
+            // Whoever followed its events may have been stopped amid a batch.
+            self.in_parts(|router, now| router.take_in(*id, TAKEN_IN_AT_ONCE, now));
+        }
+        let mut copying = self.peek_router(|router, now| router.index().begin_copy(replicas.iter().copied(), now));
+        self.in_parts(|router, _| router.index().copy_some(&mut copying, COPIED_AT_ONCE));
+        copying
+    }
+
+    /// Calls the router until it is done, and lets in between in who waits.
+    fn in_parts(&self, mut part: impl FnMut(&mut Router, Time) -> bool) {
+        let mut placement = self.placement.lock();
+        while part(&mut placement.router, self.clock.now()) {
+            parking_lot::MutexGuard::bump(&mut placement);
+        }
+    }
+
     /// Tokens per block by which prompts are cut, once an engine has told.
     pub(crate) fn block_size(&self) -> BlockSize {
-        lock(&self.placement).block_size.unwrap_or_default()
+        self.placement.lock().block_size.unwrap_or_default()
     }
 
     // The engines.
@@ -245,16 +321,20 @@ impl Fleet {
         drop(engines);
         lock(&self.speeds).truncate(left);
         self.list_models();
-        let changed = fresh.iter().map(|engine| engine.id);
-        self.with_router(|router, _| gone.into_iter().chain(changed).for_each(|id| router.remove_replica(id)));
+        for id in gone.into_iter().chain(fresh.iter().map(|engine| engine.id)) {
+            self.clear_ahead(id, None);
+            self.with_router(|router, _| router.remove_replica(id));
+        }
         fresh
     }
 
     /// The engine answered and told its shape: it takes requests from here on. `former` is what was known of this life of it before the
-    /// gateway started.
+    /// gateway started, to be [taken in](Self::take_in).
     pub(crate) fn engine_ready(&self, spec: ReplicaSpec, former: Option<&Former>) {
+        self.clear_ahead(spec.id, Some(spec.incarnation));
+        let former = former.map(|former| (Snapshot::read(&former.index), former.age()));
         let now = self.clock.now();
-        let mut placement = lock(&self.placement);
+        let mut placement = self.placement.lock();
         let common = *placement.block_size.get_or_insert(spec.block_size);
         if common != spec.block_size {
             tracing::warn!(
@@ -263,12 +343,15 @@ impl Fleet {
             );
         }
         placement.router.upsert_replica(spec, now);
-        let restored = former.map(|former| (placement.router.restore(spec.id, &former.index, former.age(), now), former.age()));
+        let restored = former.map(|(snapshot, age)| {
+            let begun = snapshot.and_then(|snapshot| placement.router.begin_restore(spec.id, snapshot, age, now));
+            (begun, age)
+        });
         placement.router.set_state(spec.id, ReplicaState::Ready, now);
         self.release_held(&mut placement, now);
         drop(placement);
         match restored {
-            Some((Ok(blocks), age)) => tracing::info!(replica = %spec.id, blocks, ?age, "index restored from the snapshot"),
+            Some((Ok(()), age)) => tracing::info!(replica = %spec.id, ?age, "index restored from the snapshot"),
             Some((Err(error), _)) => tracing::warn!(replica = %spec.id, %error, "index not restored from the snapshot"),
             None => {}
         }
@@ -309,6 +392,9 @@ impl Fleet {
     pub(crate) fn set_unready(&self, engine: &Engine, health: Health) {
         engine.facts().health = health;
         let state = if health == Health::Dead { ReplicaState::Dead } else { ReplicaState::Suspect };
+        if health == Health::Dead {
+            self.clear_ahead(engine.id, None);
+        }
         self.with_router(|router, now| router.set_state(engine.id, state, now));
         self.health_changed();
         if health == Health::Dead {

@@ -14,7 +14,8 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use baton_units::Incarnation;
+use baton_kv::Copying;
+use baton_units::{Incarnation, ReplicaId};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -36,7 +37,7 @@ pub(crate) struct Former {
     /// The engine's own mark of that life.
     pub(crate) mark: u64,
     taken: SystemTime,
-    /// As `Router::snapshot` gives it.
+    /// As `Copying::take` gives it.
     pub(crate) index: Vec<u8>,
 }
 
@@ -98,13 +99,16 @@ impl SnapshotFile {
         self.former.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Writes what is known of all engines. Holds the router once for each, and not while it writes.
+    /// Writes what is known of all engines. Blocks; not to be called by a task.
     fn save(&self, fleet: &Fleet) {
         let mut parts = Vec::new();
-        for engine in fleet.engines() {
+        let engines = fleet.engines();
+        let replicas: Vec<ReplicaId> = engines.iter().map(|engine| engine.id).collect();
+        let (mut copying, taken) = (fleet.copy_index(&replicas), SystemTime::now());
+        for engine in engines {
             let url = engine.url();
             // One that has not answered yet keeps what is known of it.
-            if let Some(former) = self.former(&url).or_else(|| Former::of(fleet, &engine).map(Arc::new)) {
+            if let Some(former) = self.former(&url).or_else(|| Former::of(&engine, &mut copying, taken).map(Arc::new)) {
                 parts.push((url.to_string(), former));
             }
         }
@@ -120,13 +124,12 @@ impl SnapshotFile {
 
 impl Former {
     /// Of an engine that tells its lives apart and has joined.
-    fn of(fleet: &Fleet, engine: &Engine) -> Option<Self> {
+    fn of(engine: &Engine, copying: &mut Copying, taken: SystemTime) -> Option<Self> {
         let (life, mark) = {
             let facts = engine.facts();
             (facts.life, facts.mark.filter(|_| facts.spec.is_some())?)
         };
-        let index = fleet.peek_router(|router, now| router.snapshot(engine.id, now));
-        Some(Self { life, mark, taken: SystemTime::now(), index })
+        Some(Self { life, mark, taken, index: copying.take(engine.id)? })
     }
 
     /// Time since it was written down, by this machine's clock; none where the clock was set back.

@@ -1,15 +1,24 @@
-use std::{collections::BTreeMap, hash::Hasher, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    hash::Hasher,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
 
 use arc_swap::ArcSwap;
-use baton_units::{BlockSize, Bytes, Incarnation, ReplicaId, Time};
+use baton_units::{Bytes, Incarnation, ReplicaId, Time};
 
-use crate::{BlockKey, EngineHash, KeyDomain, KvEvent, KvEventBatch, chain_keys};
+use crate::{BlockKey, KeyDomain, KvEvent, KvEventBatch, chain_keys};
 use caches::Caches;
 use holders::Holders;
+use snapshot::Restoring;
 
 pub use caches::{Use, Victim};
 pub use search::MatchEnds;
-pub use snapshot::SnapshotError;
+pub use snapshot::{Copying, Snapshot, SnapshotError};
 
 mod caches;
 mod holders;
@@ -33,6 +42,10 @@ pub struct FleetIndex {
     model: String,
     caches: Caches,
     streams: Vec<Stream>,
+    /// Slots whose entries are being dropped: nothing of theirs is found.
+    hidden: Vec<usize>,
+    /// Counts how often a replica's entries were dropped, each time when they are gone.
+    drops: Arc<AtomicU64>,
     errors: Vec<HitError>,
 }
 
@@ -40,6 +53,7 @@ pub struct FleetIndex {
 #[derive(Debug, Clone)]
 pub struct IndexReader {
     holders: Arc<ArcSwap<Holders>>,
+    drops: Arc<AtomicU64>,
 }
 
 impl IndexReader {
@@ -47,6 +61,22 @@ impl IndexReader {
     pub fn matches_into(&self, keys: &[BlockKey], depths: &mut Vec<u32>) {
         search::matches(&self.holders.load(), keys, depths);
     }
+
+    /// Matches for [`FleetIndex::settle`], which tells whether they may still be used.
+    pub fn matches(&self, keys: &[BlockKey]) -> Matched {
+        // Read before the look-ups: what is dropped after this shows as a different count, what was dropped before is not found.
+        let drops = self.drops.load(Ordering::Acquire);
+        let mut depths = Vec::new();
+        self.matches_into(keys, &mut depths);
+        Matched { depths, drops }
+    }
+}
+
+/// What an [`IndexReader`] found a moment ago.
+#[derive(Debug, Clone)]
+pub struct Matched {
+    depths: Vec<u32>,
+    drops: u64,
 }
 
 /// What became of a batch of events.
@@ -87,13 +117,45 @@ struct Stream {
     lost: bool,
     /// Taken from a snapshot, and not yet seen to go on from there.
     unproven: bool,
-    pending: BTreeMap<u64, KvEventBatch>,
+    pending: BTreeMap<u64, Arc<KvEventBatch>>,
+    /// Accepted and not yet taken in, in order. All else here is as if it were.
+    work: VecDeque<Work>,
+    /// Counts what was taken in, and what dropped all entries.
+    changes: u64,
     orphans: u64,
+}
+
+/// What is to be done to a replica's entries.
+#[derive(Debug)]
+enum Work {
+    /// Drop them.
+    Clear,
+    /// Take in the entries of a snapshot.
+    Restore(Restoring),
+    /// Take in what follows this block of this event.
+    Batch { batch: Arc<KvEventBatch>, event: usize, block: usize },
 }
 
 impl Stream {
     fn doubtful(&self) -> bool {
         self.lost || self.unproven || !self.pending.is_empty()
+    }
+
+    /// The next batch in order.
+    fn accept(&mut self, batch: Arc<KvEventBatch>) {
+        (self.next_sequence, self.last_timestamp_s) = (batch.sequence + 1, batch.timestamp_s);
+        if batch.events.contains(&KvEvent::Cleared) {
+            (self.lost, self.unproven) = (false, false);
+        }
+        self.work.push_back(Work::Batch { batch, event: 0, block: 0 });
+    }
+
+    /// Batches that waited for the last one.
+    fn accept_pending(&mut self) {
+        self.pending.retain(|sequence, _| *sequence >= self.next_sequence);
+        while let Some(batch) = self.pending.remove(&self.next_sequence) {
+            self.accept(batch);
+        }
     }
 }
 
@@ -102,13 +164,28 @@ impl FleetIndex {
     /// engine; `bytes` bounds the memory of all entries.
     pub fn new(model: &str, lifetime: Duration, bytes: Bytes) -> Self {
         let bytes = usize::try_from(bytes.0).unwrap_or(usize::MAX);
-        Self { model: model.to_owned(), caches: Caches::new(lifetime, bytes), streams: Vec::new(), errors: Vec::new() }
+        Self {
+            model: model.to_owned(),
+            caches: Caches::new(lifetime, bytes),
+            streams: Vec::new(),
+            hidden: Vec::new(),
+            drops: Arc::default(),
+            errors: Vec::new(),
+        }
     }
 
     // Engine events
 
-    /// Takes in one batch of a replica's events.
+    /// Takes in one batch of a replica's events, and what was left of earlier ones.
     pub fn apply(&mut self, replica: ReplicaId, incarnation: Incarnation, batch: &KvEventBatch, now: Time) -> Applied {
+        let applied = self.begin(replica, incarnation, Arc::new(batch.clone()), now);
+        self.advance(replica, usize::MAX, now);
+        applied
+    }
+
+    /// As [`Self::apply`], but what the batch tells is only put at the end of what [`Self::advance`] is to take in (where far too much
+    /// is, all of it is taken in). A restart of the replica drops what is left.
+    pub fn begin(&mut self, replica: ReplicaId, incarnation: Incarnation, batch: Arc<KvEventBatch>, now: Time) -> Applied {
         self.expire(now);
         let stream = self.stream(replica);
         let began = stream.publishes;
@@ -127,7 +204,7 @@ impl FleetIndex {
             std::cmp::Ordering::Equal => false,
         };
         if restarted {
-            self.drop_entries(replica);
+            self.begin_clear(replica);
         }
         let stream = self.stream(replica);
         stream.publishes = true;
@@ -135,34 +212,98 @@ impl FleetIndex {
         let expected = stream.next_sequence;
         stream.unproven &= batch.sequence != expected;
         if batch.sequence > expected {
-            stream.pending.insert(batch.sequence, batch.clone());
+            let got = batch.sequence;
+            stream.pending.insert(got, batch);
             if stream.pending.len() > PENDING_BATCHES_MAX {
-                self.skip_gap(replica, now);
+                self.begin_skip_gap(replica);
             }
-            return Applied::Gap { expected, got: batch.sequence };
+            return Applied::Gap { expected, got };
         }
-        self.take_in(replica, batch, now);
-        self.apply_pending(replica, now);
+        stream.accept(batch);
+        stream.accept_pending();
+        if stream.work.len() > PENDING_BATCHES_MAX {
+            self.advance(replica, usize::MAX, now);
+        }
         if restarted { Applied::Restarted } else { Applied::Ok }
+    }
+
+    /// Takes in what was begun, `blocks` blocks of it (an event without any counts as one). Tells whether more is left.
+    pub fn advance(&mut self, replica: ReplicaId, blocks: usize, now: Time) -> bool {
+        let (slot, mut left) = (replica.index(), blocks);
+        while left > 0
+            && let Some(stream) = self.streams.get_mut(slot)
+            && let Some(work) = stream.work.pop_front()
+        {
+            stream.changes += 1;
+            if let Some(work) = self.work(replica, work, &mut left, now) {
+                self.streams[slot].work.push_front(work);
+            }
+        }
+        self.streams.get(slot).is_some_and(|stream| !stream.work.is_empty())
+    }
+
+    /// Blocks that the next [`Self::advance`] by `blocks` can add, at most.
+    pub fn adding(&self, replica: ReplicaId, blocks: usize) -> usize {
+        let mut adding = 0;
+        for work in self.streams.get(replica.index()).into_iter().flat_map(|stream| &stream.work) {
+            match work {
+                Work::Clear => {}
+                Work::Restore(restoring) => adding += restoring.left(),
+                Work::Batch { batch, event, block } => {
+                    let mut before = *block;
+                    for event in &batch.events[*event..] {
+                        if let KvEvent::Stored { hashes, .. } = event {
+                            adding += hashes.len() - before;
+                        }
+                        before = 0;
+                        if adding >= blocks {
+                            return blocks;
+                        }
+                    }
+                }
+            }
+        }
+        adding.min(blocks)
     }
 
     /// Goes on without the missing batches. The replica stays doubtful until its engine clears its cache or restarts.
     pub fn skip_gap(&mut self, replica: ReplicaId, now: Time) {
+        self.begin_skip_gap(replica);
+        self.advance(replica, usize::MAX, now);
+    }
+
+    /// As [`Self::skip_gap`], for [`Self::advance`] to take in the batches that waited.
+    pub fn begin_skip_gap(&mut self, replica: ReplicaId) {
         let stream = self.stream(replica);
         stream.lost |= !stream.pending.is_empty();
         // With the batches that are given up for lost, the question is answered: the stream went on, and not from there.
         stream.unproven &= stream.pending.is_empty();
-        while let Some((_, batch)) = self.stream(replica).pending.pop_first() {
-            self.take_in(replica, &batch, now);
+        while let Some((_, batch)) = stream.pending.pop_first() {
+            stream.accept(batch);
         }
     }
 
     /// Drops all entries of a replica, which is gone or begins anew; its events count from 0 again.
     pub fn restart(&mut self, replica: ReplicaId, incarnation: Incarnation) {
-        self.drop_entries(replica);
+        self.begin_clear(replica);
+        self.advance(replica, usize::MAX, Time::ZERO);
         let stream = self.stream(replica);
         stream.incarnation = incarnation;
         stream.publishes = false;
+    }
+
+    /// Begins to drop all entries of a replica, which [`Self::advance`] goes on with; none of them is matched from here on. What was
+    /// left to take in is dropped too, and events count from 0 again.
+    pub fn begin_clear(&mut self, replica: ReplicaId) {
+        let stream = self.stream(replica);
+        *stream = Stream {
+            incarnation: stream.incarnation,
+            publishes: stream.publishes,
+            changes: stream.changes + 1,
+            work: [Work::Clear].into(),
+            ..Stream::default()
+        };
+        self.hide(replica.index());
     }
 
     /// Forgets every belief and keeps the replicas' places in their event streams.
@@ -170,6 +311,11 @@ impl FleetIndex {
         for slot in 0..self.caches.replicas() {
             self.caches.clear(slot);
         }
+        for stream in &mut self.streams {
+            stream.changes += 1;
+            stream.work.retain(|work| !matches!(work, Work::Restore(_)));
+        }
+        self.drops.fetch_add(1, Ordering::Release);
     }
 
     // The router's own dispatches
@@ -269,11 +415,24 @@ impl FleetIndex {
     /// As [`Self::matches`], into a vector that is kept between calls. Some `log2(keys)` look-ups for each different depth.
     pub fn matches_into(&self, keys: &[BlockKey], depths: &mut Vec<u32>) {
         search::matches(self.caches.holders.shared(), keys, depths);
+        self.hide_dropped(depths);
     }
 
     /// For matches from other threads.
     pub fn reader(&self) -> IndexReader {
-        IndexReader { holders: self.caches.holders.published().clone() }
+        IndexReader { holders: self.caches.holders.published().clone(), drops: self.drops.clone() }
+    }
+
+    /// As [`Self::matches_into`], from what a reader of this index found for `keys`: as old as that is, but for replicas whose entries
+    /// were dropped meanwhile. Those that joined since have no depth.
+    pub fn settle(&self, matched: Option<Matched>, keys: &[BlockKey], depths: &mut Vec<u32>) {
+        match matched.filter(|matched| matched.drops == self.drops.load(Ordering::Relaxed)) {
+            Some(matched) => {
+                *depths = matched.depths;
+                self.hide_dropped(depths);
+            }
+            None => self.matches_into(keys, depths),
+        }
     }
 
     /// Where the depths of a match end, for [`Self::still_matches`].
@@ -388,89 +547,118 @@ impl FleetIndex {
         &mut self.streams[replica.index()]
     }
 
+    fn hide(&mut self, slot: usize) {
+        if !self.hidden.contains(&slot) {
+            self.hidden.push(slot);
+        }
+    }
+
+    fn hide_dropped(&self, depths: &mut [u32]) {
+        for slot in &self.hidden {
+            if let Some(depth) = depths.get_mut(*slot) {
+                *depth = 0;
+            }
+        }
+    }
+
     fn begin_use(&mut self, replica: ReplicaId, blocks: usize, now: Time) {
         self.stream(replica);
         self.caches.make_room(blocks, now, |_, victim| -victim.idle.as_secs_f64());
     }
 
-    fn drop_entries(&mut self, replica: ReplicaId) {
-        let stream = self.stream(replica);
-        *stream = Stream { incarnation: stream.incarnation, publishes: stream.publishes, ..Stream::default() };
-        self.caches.clear(replica.index());
-    }
-
-    fn apply_pending(&mut self, replica: ReplicaId, now: Time) {
-        loop {
-            let stream = self.stream(replica);
-            let next = stream.next_sequence;
-            stream.pending.retain(|sequence, _| *sequence >= next);
-            let Some(batch) = stream.pending.remove(&next) else { break };
-            self.take_in(replica, &batch, now);
-        }
-    }
-
-    fn take_in(&mut self, replica: ReplicaId, batch: &KvEventBatch, now: Time) {
-        let stream = self.stream(replica);
-        stream.next_sequence = batch.sequence + 1;
-        stream.last_timestamp_s = batch.timestamp_s;
-        for event in &batch.events {
-            match event {
-                KvEvent::Stored { hashes, parent, tokens, block_size, adapter, salt } => {
-                    self.begin_use(replica, hashes.len(), now);
-                    let domain = KeyDomain { model: &self.model, adapter: adapter.as_deref(), salt: salt.as_deref() };
-                    let root = domain.root();
-                    self.store(replica, root, hashes, *parent, tokens, *block_size, now);
-                }
-                KvEvent::Removed { hashes } => {
-                    for hashes in hashes.chunks(AT_ONCE) {
-                        self.caches.warm_removed(replica.index(), hashes);
-                        for hash in hashes {
-                            self.caches.remove(replica.index(), *hash);
-                        }
+    /// Does up to `left` blocks of the work, and takes them off; gives back what is left of it.
+    fn work(&mut self, replica: ReplicaId, work: Work, left: &mut usize, now: Time) -> Option<Work> {
+        match work {
+            Work::Clear => (!self.clear_some(replica.index(), left)).then_some(Work::Clear),
+            Work::Restore(mut restoring) => {
+                let count = restoring.left().min(*left);
+                *left -= count;
+                self.begin_use(replica, count, now);
+                restoring.next(count, |entry, parent, used| self.caches.restore(replica.index(), entry, parent, used));
+                (restoring.left() > 0).then_some(Work::Restore(restoring))
+            }
+            Work::Batch { batch, mut event, mut block } => {
+                while let Some(told) = batch.events.get(event) {
+                    if *left == 0 {
+                        return Some(Work::Batch { batch, event, block });
                     }
+                    block = self.take_in(replica, told, block, left, now);
+                    event += usize::from(block == 0);
                 }
-                KvEvent::Cleared => {
-                    let pending = std::mem::take(&mut self.stream(replica).pending);
-                    self.drop_entries(replica);
-                    let stream = self.stream(replica);
-                    (stream.next_sequence, stream.last_timestamp_s) = (batch.sequence + 1, batch.timestamp_s);
-                    stream.pending = pending;
-                }
+                None
             }
         }
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the fields of one event")]
-    fn store(
-        &mut self,
-        replica: ReplicaId,
-        root: BlockKey,
-        hashes: &[EngineHash],
-        parent: Option<EngineHash>,
-        tokens: &[u32],
-        block_size: BlockSize,
-        now: Time,
-    ) {
+    /// Takes in of an event what follows `block`; returns the block to go on with, 0 when it is done.
+    fn take_in(&mut self, replica: ReplicaId, event: &KvEvent, block: usize, left: &mut usize, now: Time) -> usize {
+        match event {
+            KvEvent::Stored { .. } => self.store(replica, event, block, left, now),
+            KvEvent::Removed { hashes } => {
+                let end = hashes.len().min(block.saturating_add(*left));
+                *left -= (end - block).max(1);
+                for hashes in hashes[block..end].chunks(AT_ONCE) {
+                    self.caches.warm_removed(replica.index(), hashes);
+                    for hash in hashes {
+                        self.caches.remove(replica.index(), *hash);
+                    }
+                }
+                if end == hashes.len() { 0 } else { end }
+            }
+            KvEvent::Cleared => {
+                self.hide(replica.index());
+                let gone = self.clear_some(replica.index(), left);
+                if gone {
+                    self.stream(replica).orphans = 0;
+                }
+                usize::from(!gone)
+            }
+        }
+    }
+
+    /// Drops up to `left` of a hidden replica's blocks; tells whether it is empty, and no longer hidden.
+    fn clear_some(&mut self, slot: usize, left: &mut usize) -> bool {
+        let gone = self.caches.clear_some(slot, *left);
+        *left = if gone { *left - 1 } else { 0 };
+        if gone {
+            self.hidden.retain(|hidden| *hidden != slot);
+            // Release: whoever reads the new count finds none of them.
+            self.drops.fetch_add(1, Ordering::Release);
+        }
+        gone
+    }
+
+    /// Stores what of the event's chain follows `block`; as [`Self::take_in`].
+    fn store(&mut self, replica: ReplicaId, event: &KvEvent, block: usize, left: &mut usize, now: Time) -> usize {
+        let KvEvent::Stored { hashes, parent, tokens, block_size, adapter, salt } = event else { return 0 };
         let slot = replica.index();
+        let size = block_size.get() as usize;
+        let total = hashes.len().min(tokens.len() / size);
+        let end = total.min(block.saturating_add(*left));
+        *left -= (end - block).max(1);
+        let parent = if block == 0 { *parent } else { Some(hashes[block - 1]) };
+        self.begin_use(replica, end - block, now);
         let mut place = parent.and_then(|hash| self.caches.place_of(slot, hash));
         if parent.is_some() && place.is_none() {
-            self.streams[slot].orphans += hashes.len() as u64;
-            return;
+            self.streams[slot].orphans += (hashes.len() - block) as u64;
+            return 0;
         }
-        let before = place.map_or(root, |place| self.caches.key_at(place));
-        let keys = chain_keys(before, tokens, block_size);
-        let mut left = hashes.len().min(keys.len());
-        for (keys, hashes) in keys.chunks(AT_ONCE).zip(hashes.chunks(AT_ONCE)) {
+        let domain = || KeyDomain { model: &self.model, adapter: adapter.as_deref(), salt: salt.as_deref() };
+        let before = place.map_or_else(|| domain().root(), |place| self.caches.key_at(place));
+        let keys = chain_keys(before, &tokens[block * size..end * size], *block_size);
+        let mut unnamed = total - block;
+        for (keys, hashes) in keys.chunks(AT_ONCE).zip(hashes[block..end].chunks(AT_ONCE)) {
             self.caches.warm_stored(slot, keys, hashes);
             for (key, hash) in keys.iter().zip(hashes) {
                 place = self.caches.confirm(slot, *key, *hash, place, now);
                 if place.is_none() {
-                    self.streams[slot].orphans += left as u64;
-                    return;
+                    self.streams[slot].orphans += unnamed as u64;
+                    return 0;
                 }
-                left -= 1;
+                unnamed -= 1;
             }
         }
+        if end == total { 0 } else { end }
     }
 }
 

@@ -13,7 +13,7 @@ mod prefix_cache;
 
 pub use block_table::BlockTable;
 pub use events::{EngineHash, KvEvent, KvEventBatch};
-pub use index::{Applied, FleetIndex, HitError, IndexReader, KeyHasher, MatchEnds, SnapshotError, Use, Victim};
+pub use index::{Applied, Copying, FleetIndex, HitError, IndexReader, KeyHasher, MatchEnds, Matched, Snapshot, SnapshotError, Use, Victim};
 pub use keys::{BlockKey, KeyDomain, chain_keys};
 pub use pool::{BlockId, CachedPrefix, KvPool, OutOfBlocks};
 pub use prefix_cache::CacheDomain;

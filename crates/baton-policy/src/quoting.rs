@@ -57,10 +57,8 @@ impl Scratch {
 }
 
 impl Router {
-    /// Quotes the request on each of `ids`, which are in order.
+    /// Quotes the request, whose depths are known, on each of `ids`, which are in order.
     pub(crate) fn quote(&mut self, arrival: &Arrival, ids: &[ReplicaId], prices_others: bool, now: Time) -> Quoted {
-        self.index.expire(now);
-        self.index.matches_into(&arrival.keys, &mut self.scratch.depths);
         for replica in self.replicas.values_mut() {
             replica.advance(now);
         }

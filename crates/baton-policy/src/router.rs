@@ -1,7 +1,7 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use baton_cost::StepCoefficients;
-use baton_kv::{Applied, BlockKey, FleetIndex, KvEvent, KvEventBatch, SnapshotError};
+use baton_kv::{Applied, BlockKey, FleetIndex, KvEventBatch, Matched, Snapshot, SnapshotError};
 use baton_units::{Blocks, DurationMs, Incarnation, ReplicaId, RequestId, Time, Tokens};
 
 use crate::{
@@ -174,37 +174,52 @@ impl Router {
         self.held.stale = true;
     }
 
-    /// Takes in events of the replica's cache; see [`FleetIndex::apply`] for what to do about a gap.
+    /// Takes in events of the replica's cache at once; see [`FleetIndex::apply`] for what to do about a gap.
     pub fn kv_events(&mut self, id: ReplicaId, incarnation: Incarnation, batch: &KvEventBatch, now: Time) -> Applied {
+        let applied = self.begin_kv_events(id, incarnation, Arc::new(batch.clone()), now);
+        self.take_in(id, usize::MAX, now);
+        applied
+    }
+
+    /// As [`Self::kv_events`], for [`Self::take_in`] to go on with.
+    pub fn begin_kv_events(&mut self, id: ReplicaId, incarnation: Incarnation, batch: Arc<KvEventBatch>, now: Time) -> Applied {
         if self.replicas.get(id).is_none() {
             return Applied::Ignored;
         }
-        let stored = |event: &KvEvent| match event {
-            KvEvent::Stored { hashes, .. } => hashes.len(),
-            KvEvent::Removed { .. } | KvEvent::Cleared => 0,
-        };
-        self.make_room(batch.events.iter().map(stored).sum(), now);
-        self.index.apply(id, incarnation, batch, now)
+        self.index.begin(id, incarnation, batch, now)
     }
 
-    /// What is known of a replica's cache, to be kept over a restart of the router; see [`FleetIndex::snapshot`].
-    pub fn snapshot(&self, id: ReplicaId, now: Time) -> Vec<u8> {
-        self.index.snapshot(id, now)
-    }
-
-    /// Takes in what was known of a replica's cache `age` ago, right after the replica joined with the incarnation that it had then; see
-    /// [`FleetIndex::restore`]. Returns the blocks that are believed in again.
-    pub fn restore(&mut self, id: ReplicaId, snapshot: &[u8], age: Duration, now: Time) -> Result<usize, SnapshotError> {
-        let held = self.index.restore(id, snapshot, age, now)?;
-        self.trim(id, now);
-        Ok(held)
-    }
-
-    /// Goes on without batches that cannot be replayed; the replica's hits count half until its cache is cleared.
-    pub fn skip_kv_gap(&mut self, id: ReplicaId, now: Time) {
+    /// Begins to go on without batches that cannot be replayed, those that waited for them being left to [`Self::take_in`]; the replica's
+    /// hits count half until its cache is cleared.
+    pub fn begin_skip_kv_gap(&mut self, id: ReplicaId) {
         if self.replicas.get(id).is_some() {
-            self.index.skip_gap(id, now);
+            self.index.begin_skip_gap(id);
         }
+    }
+
+    /// Begins to take in what was known of a replica's cache `age` ago, right after the replica joined with the incarnation that it had
+    /// then; see [`FleetIndex::restore`]. [`Self::take_in`] goes on with it.
+    pub fn begin_restore(&mut self, id: ReplicaId, mut snapshot: Snapshot, age: Duration, now: Time) -> Result<(), SnapshotError> {
+        if let Some(replica) = self.replicas.get(id) {
+            snapshot.truncate((f64::from(replica.spec.kv_blocks.0) * TOLD_SLACK) as usize);
+        }
+        self.index.begin_restore(id, snapshot, age, now)
+    }
+
+    /// Begins to drop what is known of a replica's cache, unless the replica is in that life; none of it is a hit from here on, and
+    /// [`Self::take_in`] goes on. For one that is about to be removed, to be dead or to begin anew, which would drop all of it at once.
+    pub fn begin_clear(&mut self, id: ReplicaId, unless: Option<Incarnation>) -> bool {
+        let begins = self.replicas.get(id).is_some_and(|replica| Some(replica.spec.incarnation) != unless);
+        if begins {
+            self.index.begin_clear(id);
+        }
+        begins
+    }
+
+    /// Goes on with what was begun of a replica's cache, by `blocks` blocks. Tells whether more is left.
+    pub fn take_in(&mut self, id: ReplicaId, blocks: usize, now: Time) -> bool {
+        self.make_room(self.index.adding(id, blocks), now);
+        self.index.advance(id, blocks, now)
     }
 
     pub fn update_step(&mut self, id: ReplicaId, step: StepCoefficients) {
@@ -218,6 +233,13 @@ impl Router {
 
     /// Where the request goes. A request that is placed again, as on a retry, ends its former flight as failed.
     pub fn place(&mut self, arrival: Arrival, now: Time) -> Verdict {
+        self.place_matched(arrival, None, now)
+    }
+
+    /// As [`Self::place`], where a reader of the index has already matched the arrival's keys.
+    pub fn place_matched(&mut self, arrival: Arrival, matched: Option<Matched>, now: Time) -> Verdict {
+        // The end of a former flight takes back what was expected of it.
+        let matched = matched.filter(|_| !self.flights.contains_key(&arrival.request));
         self.finished(arrival.request, Outcome::Failed, None, now);
         if let Err(refusal) = self.check_feasible(&arrival) {
             return Verdict::Refuse(refusal);
@@ -228,7 +250,7 @@ impl Router {
         let class = self.config.class_of(arrival.priority);
         // A retry had its turn before.
         let in_turn = !arrival.excluded.is_empty() || !self.held.someone_before(arrival.priority);
-        let choice = self.choose(&arrival, now);
+        let choice = self.choose(&arrival, matched, now);
         if arrival.excluded.is_empty() {
             self.held.offer(class, choice.as_ref().map_or_else(|| self.cold_ms(&arrival), Choice::prefill_ms));
         }
@@ -277,7 +299,7 @@ impl Router {
                     return out;
                 }
                 let Some(Waiting { arrival, since, deadline, .. }) = self.held.get(place).cloned() else { continue };
-                match self.choose(&arrival, now) {
+                match self.choose(&arrival, None, now) {
                     Some(choice) if choice.wait_ms() <= self.bind_limit_ms(deadline.since(now)) => {
                         self.held.release(place);
                         let placed = self.bind(&arrival, choice, now.since(since), now);
@@ -546,9 +568,13 @@ impl Router {
     }
 
     /// Quotes all that could take it and picks one; `None` when no replica is eligible.
-    fn choose(&mut self, arrival: &Arrival, now: Time) -> Option<Choice> {
+    fn choose(&mut self, arrival: &Arrival, matched: Option<Matched>, now: Time) -> Option<Choice> {
         let mut ids = std::mem::take(&mut self.scratch.ids);
         self.find_eligible(arrival, &mut ids);
+        if !ids.is_empty() {
+            self.index.expire(now);
+            self.index.settle(matched, &arrival.keys, &mut self.scratch.depths);
+        }
         let quoted = (!ids.is_empty()).then(|| self.quote(arrival, &ids, self.policy.prices_others(), now));
         self.scratch.ids = ids;
         let quoted = quoted?;

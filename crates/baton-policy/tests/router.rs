@@ -5,7 +5,7 @@
 use std::{sync::Arc, time::Duration};
 
 use baton_cost::{StepCoefficients, StepLoad};
-use baton_kv::{BlockKey, EngineHash, KeyDomain, KvEvent, KvEventBatch, chain_keys};
+use baton_kv::{BlockKey, EngineHash, KeyDomain, KvEvent, KvEventBatch, Matched, Snapshot, SnapshotError, chain_keys};
 use baton_policy::{
     Arrival, Discipline, LoadReport, Outcome, PolicyName, PriceWeights, PriorityClass, Refusal, ReplicaSpec, ReplicaState, Router,
     RouterConfig, Verdict,
@@ -354,10 +354,15 @@ fn what_was_known_of_a_cache_outlives_the_router_and_counts_half_until_its_strea
     };
     let mut before = router(PolicyName::Price, OWN_ONLY, 2);
     before.kv_events(ReplicaId(1), Incarnation(1), &batch(0, 1), ms(10.0));
-    let snapshot = before.snapshot(ReplicaId(1), ms(60.0));
+    let snapshot = before.index().snapshot(ReplicaId(1), ms(60.0)).unwrap();
+    let restore = |router: &mut Router, now| {
+        router.begin_restore(ReplicaId(1), Snapshot::read(&snapshot).unwrap(), Duration::from_secs(5), now)?;
+        router.take_in(ReplicaId(1), usize::MAX, now);
+        Ok::<usize, SnapshotError>(router.index().blocks_held(ReplicaId(1)))
+    };
 
     let mut after = router(PolicyName::Price, OWN_ONLY, 2);
-    assert_eq!(after.restore(ReplicaId(1), &snapshot, Duration::from_secs(5), Time::ZERO), Ok(100));
+    assert_eq!(restore(&mut after, Time::ZERO), Ok(100));
     assert_eq!(after.index().next_sequence(ReplicaId(1)), 1);
     let (cold, warm) = (step().prefill_ms(Tokens(1610), Tokens(0)), step().prefill_ms(Tokens(10), Tokens(1600)));
     after.place(arrival(1, 1, 1610), ms(1.0));
@@ -368,8 +373,28 @@ fn what_was_known_of_a_cache_outlives_the_router_and_counts_half_until_its_strea
     assert!((total_ms(&after, 2, 1) - warm).abs() < 1e-9, "certain again");
     let next_life = ReplicaSpec { incarnation: Incarnation(2), ..spec(1) };
     after.upsert_replica(next_life, ms(1100.0));
-    assert!(after.restore(ReplicaId(1), &snapshot, Duration::from_secs(5), ms(1100.0)).is_err(), "of a former life");
+    assert!(restore(&mut after, ms(1100.0)).is_err(), "of a former life");
     assert_eq!(after.index().blocks_held(ReplicaId(1)), 0);
+}
+
+#[test]
+fn a_match_from_before_the_lock_credits_no_replica_with_what_it_lost_since() {
+    let mut router = router(PolicyName::Price, OWN_ONLY, 2);
+    send(&mut router, 1, 1, 1600, 0, 2, Time::ZERO);
+    end(&mut router, 1, ms(100.0));
+    let reader = router.index().reader();
+    let place = |router: &mut Router, request, matched: &Matched, now| {
+        router.place_matched(arrival(request, 1, 1600), Some(matched.clone()), now);
+        router.decision(RequestId(request)).unwrap().quotes[0].hit_tokens
+    };
+    let early = reader.matches(&keys(1, 1600));
+    router.set_state(ReplicaId(1), ReplicaState::Suspect, ms(100.0));
+    assert_eq!(place(&mut router, 2, &early, ms(200.0)), Tokens(1584), "nothing happened");
+    router.upsert_replica(ReplicaSpec { incarnation: Incarnation(2), ..spec(0) }, ms(300.0));
+    assert_eq!(place(&mut router, 3, &early, ms(300.0)), Tokens(0), "it began anew");
+    // The request is placed again before its first token: what it would have computed is not there.
+    let own = reader.matches(&keys(1, 1600));
+    assert_eq!(place(&mut router, 3, &own, ms(310.0)), Tokens(0));
 }
 
 #[test]

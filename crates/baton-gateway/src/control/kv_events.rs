@@ -122,7 +122,7 @@ impl Follower {
                     continue;
                 }
             };
-            if let Some(Applied::Gap { expected, .. }) = self.take(&message) {
+            if let Some(Applied::Gap { expected, .. }) = self.take(&message).await {
                 self.replay_from(expected).await;
             }
         }
@@ -134,7 +134,7 @@ impl Follower {
     }
 
     /// Takes in one message; `None` for one that is no batch.
-    fn take(&self, message: &ZmqMessage) -> Option<Applied> {
+    async fn take(&self, message: &ZmqMessage) -> Option<Applied> {
         let frames: Vec<&Bytes> = message.iter().collect();
         let decoded = Message::from_frames(&frames).and_then(|message| decode(message.sequence, message.payload));
         let decoded = match decoded {
@@ -144,7 +144,7 @@ impl Follower {
                 return None;
             }
         };
-        let applied = self.fleet.with_router(|router, now| router.kv_events(self.replica, self.stream.life, &decoded.batch, now));
+        let applied = self.fleet.kv_events(self.replica, self.stream.life, decoded.batch).await;
         self.fleet.metrics.kv_batch(self.replica, matches!(applied, Applied::Gap { .. }), decoded.skipped);
         Some(applied)
     }
@@ -159,7 +159,7 @@ impl Follower {
             tracing::warn!(replica = %self.replica, %error, start, "KV events cannot be replayed");
         }
         // Whatever still waits for a predecessor waits in vain.
-        self.fleet.with_router(|router, now| router.skip_kv_gap(self.replica, now));
+        self.fleet.skip_kv_gap(self.replica).await;
     }
 
     async fn replay(&self, endpoint: &str, start: u64) -> Result<(), StreamError> {
@@ -174,7 +174,7 @@ impl Follower {
             if Message::from_frames(&frames).is_ok_and(|message| message.is_replay_end()) {
                 return Ok(());
             }
-            self.take(&message);
+            self.take(&message).await;
         }
     }
 }

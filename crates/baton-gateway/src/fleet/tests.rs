@@ -1,12 +1,14 @@
+use std::{ops::Range, time::Duration};
+
 use baton_cost::StepCoefficients;
-use baton_kv::{BlockKey, KeyDomain, chain_keys};
+use baton_kv::{BlockKey, EngineHash, KeyDomain, KvEvent, chain_keys};
 use baton_policy::Discipline;
 use baton_units::{Blocks, Incarnation, Priority, Tokens};
 
 use super::*;
 
 const REPLICAS: u32 = 3;
-const BURST: std::ops::Range<u64> = 2..14;
+const BURST: Range<u64> = 2..14;
 const SHARED: u32 = 4096;
 const OWN: u32 = 320;
 
@@ -24,12 +26,15 @@ fn spec(id: u32) -> ReplicaSpec {
     }
 }
 
+fn tokens(request: u64) -> Vec<u32> {
+    let own = 10_000 + request as u32 * 1000;
+    (0..SHARED).chain(own..own + OWN).collect()
+}
+
 /// A request whose prompt begins like all others'.
 fn arrival(request: u64) -> Arrival {
     let root = KeyDomain { model: "", adapter: None, salt: None }.root();
-    let own = 10_000 + request as u32 * 1000;
-    let tokens: Vec<u32> = (0..SHARED).chain(own..own + OWN).collect();
-    let keys: Vec<BlockKey> = chain_keys(root, &tokens, BlockSize::default());
+    let keys: Vec<BlockKey> = chain_keys(root, &tokens(request), BlockSize::default());
     Arrival {
         request: RequestId(request),
         keys: keys.into(),
@@ -95,6 +100,78 @@ fn a_copy_that_nobody_hears_of_is_let_go() {
     }
     BURST.for_each(|request| fleet.finished(RequestId(request), Outcome::Cancelled, None));
     assert_eq!(in_flight(&fleet), 0);
+}
+
+/// A batch that stores `chains` chains of the blocks of requests' prompts.
+fn batch(sequence: u64, chains: Range<u64>) -> KvEventBatch {
+    let stored = |request| {
+        let (keys, tokens) = (arrival(request).keys, tokens(request));
+        let hashes = keys.iter().map(|key| EngineHash(key.0)).collect();
+        KvEvent::Stored { hashes, parent: None, tokens, block_size: BlockSize::default(), adapter: None, salt: None }
+    };
+    KvEventBatch { sequence, timestamp_s: sequence as f64, events: chains.map(stored).collect(), dp_rank: None }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_copy_of_the_index_holds_whole_batches_whenever_it_is_made() {
+    let fleet = Arc::new(Fleet::new(FrontConfig::default(), &PolicyConfig::default()));
+    fleet.engine_ready(spec(0), None);
+    let (id, life, sent) = (ReplicaId(0), Incarnation(1), 20u64);
+    let follower = tokio::spawn({
+        let fleet = fleet.clone();
+        async move {
+            for sequence in 0..sent {
+                assert_eq!(fleet.kv_events(id, life, batch(sequence, 10 * sequence..10 * (sequence + 1))).await, Applied::Ok);
+            }
+        }
+    });
+    let mut seen = 0;
+    while seen < sent {
+        let fleet = fleet.clone();
+        let bytes = tokio::task::spawn_blocking(move || fleet.copy_index(&[id]).take(id)).await.unwrap();
+        let other = Fleet::new(FrontConfig::default(), &PolicyConfig::default());
+        other.engine_ready(spec(0), None);
+        other.with_router(|router, now| {
+            router.begin_restore(id, Snapshot::read(&bytes.unwrap()).unwrap(), Duration::ZERO, now).unwrap();
+            router.take_in(id, usize::MAX, now);
+            seen = router.index().next_sequence(id);
+            // The shared prefix, and what each chain of the batches has of its own.
+            let blocks = if seen == 0 { 0 } else { u64::from(SHARED / 16) + 10 * seen * u64::from(OWN / 16) };
+            assert_eq!(router.index().blocks_held(id) as u64, blocks, "after {seen} batches");
+        });
+    }
+    follower.await.unwrap();
+}
+
+#[tokio::test]
+async fn what_a_stopped_follower_left_of_a_batch_is_in_the_copy() {
+    let fleet = Arc::new(Fleet::new(FrontConfig::default(), &PolicyConfig::default()));
+    fleet.engine_ready(spec(0), None);
+    let (id, life) = (ReplicaId(0), Incarnation(1));
+    fleet.with_router(|router, now| {
+        router.begin_kv_events(id, life, Arc::new(batch(0, 0..10)), now);
+        assert!(router.take_in(id, 5, now));
+        assert!(router.index().begin_copy([id], now).take(id).is_none());
+    });
+    let copier = fleet.clone();
+    assert!(tokio::task::spawn_blocking(move || copier.copy_index(&[id]).take(id)).await.unwrap().is_some());
+    fleet.peek_router(|router, _| assert_eq!(router.index().blocks_held(id), (SHARED / 16 + 10 * OWN / 16) as usize));
+}
+
+#[test]
+fn an_engine_that_dies_or_leaves_takes_no_requests_while_its_entries_go() {
+    let fleet = Fleet::new(FrontConfig::default(), &PolicyConfig::default());
+    (0..2).for_each(|id| fleet.engine_ready(spec(id), None));
+    let batch = batch(0, 0..10);
+    fleet.with_router(|router, now| router.kv_events(ReplicaId(0), Incarnation(1), &batch, now));
+    fleet.clear_ahead(ReplicaId(0), Some(Incarnation(1)));
+    fleet.peek_router(|router, _| assert!(router.index().blocks_held(ReplicaId(0)) > 0, "its own life"));
+    fleet.clear_ahead(ReplicaId(0), None);
+    fleet.peek_router(|router, now| {
+        assert_eq!(router.index().blocks_held(ReplicaId(0)), 0);
+        assert_eq!(router.fleet(now)[0].state, ReplicaState::Suspect);
+    });
+    assert!(matches!(fleet.place(arrival(1)), Placing::Now(Verdict::Run(Placed { replica: ReplicaId(1), .. }))));
 }
 
 #[test]

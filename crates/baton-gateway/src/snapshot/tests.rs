@@ -2,7 +2,7 @@ use std::os::unix::fs::PermissionsExt;
 
 use baton_kv::{EngineHash, KvEvent, KvEventBatch};
 use baton_policy::{Discipline, ReplicaSpec};
-use baton_units::{BlockSize, Blocks, ReplicaId, Time, Tokens};
+use baton_units::{BlockSize, Blocks, Time, Tokens};
 
 use super::*;
 use crate::config::{EngineConfig, EngineKind, FrontConfig, PolicyConfig};
@@ -120,6 +120,7 @@ fn entries_come_back_and_are_written_again_before_their_engine_answers() {
     assert_eq!((former.life, former.mark), (Incarnation(5), 42));
     fleet.engine_ready(spec(5), Some(&former));
     file.settle(&engine.url());
+    fleet.with_router(|router, now| router.take_in(ReplicaId(0), usize::MAX, now));
     assert_eq!(held(&fleet), 8);
     fleet.peek_router(|router, _| assert!(router.index().doubtful(ReplicaId(0)) && router.index().next_sequence(ReplicaId(0)) == 2));
     // The last batch, repeated, proves that the stream is the same.

@@ -1,12 +1,17 @@
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
+    collections::{BTreeMap, HashSet},
+    ops::Range,
     time::Duration,
 };
 
 use baton_units::Time;
 use hashbrown::HashTable;
 
-use super::{AT_ONCE, holders::HolderTable, snapshot::Entry};
+use super::{
+    AT_ONCE,
+    holders::HolderTable,
+    snapshot::{CopiedNode, Entry},
+};
 use crate::{BlockKey, EngineHash};
 
 const NONE: u32 = u32::MAX;
@@ -16,8 +21,8 @@ const STAMP_ORIGIN: u64 = 1 << 60;
 const EXTENSION_TOUCHES_AFTER: u64 = 1_000_000_000;
 /// Blocks that the smallest bound leaves room for.
 const BLOCKS_MIN: usize = 1024;
-/// Blocks that go together when room is made, or this share of all if that is less: a pause of some 2 ms.
-const EVICTED_AT_ONCE: usize = 2048;
+/// Blocks that go together when room is made, or this share of all if that is less: a pause of some 0.1 ms.
+const EVICTED_AT_ONCE: usize = 128;
 const EVICTED_SHARE: usize = 16;
 /// Expectations are looked through this often in a lifetime, since a look goes over all replicas.
 const EXPIRIES_IN_LIFETIME: u64 = 1024;
@@ -498,6 +503,22 @@ impl Caches {
         }
     }
 
+    /// Drops `blocks` of a replica's blocks, the least recently used first, as if they had been evicted; in the end, those that requests
+    /// keep all at once. Tells whether all are gone.
+    pub(super) fn clear_some(&mut self, slot: usize, blocks: usize) -> bool {
+        if blocks < self.replicas[slot].resident {
+            for _ in 0..blocks {
+                let Some(place) = self.oldest(slot) else { break };
+                self.evict(place);
+            }
+            if self.oldest(slot).is_some() {
+                return false;
+            }
+        }
+        self.clear(slot);
+        true
+    }
+
     /// Drops all of a replica's blocks.
     pub(super) fn clear(&mut self, slot: usize) {
         for list in 0..LISTS {
@@ -519,78 +540,59 @@ impl Caches {
 
     // Snapshots
 
-    /// What is believed of the replica, each block after its parent. A block of several engine hashes keeps one, and one whose parent
-    /// is not believed in is left out.
-    pub(super) fn entries(&self, slot: usize, now: Time) -> Vec<Entry> {
-        let Some(cache) = self.replicas.get(slot) else { return Vec::new() };
-        let mut entries = Vec::with_capacity(cache.held);
-        let mut written: HashMap<u32, u32> = HashMap::with_capacity(cache.held);
-        let mut path = Vec::new();
-        // From the youngest on, parents come before children, but for the list that has no order.
-        for list in [KEPT, 1, 0] {
-            let mut place = cache.lists[list].youngest;
-            while place != NONE {
-                let mut at = place;
-                while at != NONE && !written.contains_key(&at) && self.nodes[at as usize].held() {
-                    path.push(at);
-                    at = self.nodes[at as usize].parent;
-                }
-                let complete = at == NONE || written.contains_key(&at);
-                for at in path.drain(..).rev().filter(|_| complete) {
-                    let node = &self.nodes[at as usize];
-                    written.insert(at, entries.len() as u32);
-                    entries.push(Entry {
-                        key: node.key,
-                        parent: written.get(&node.parent).copied(),
-                        idle: idle(node.used, stamp_of(now)),
-                        reused: node.has(REUSED),
-                        stored: (node.copies > 0).then_some((node.hash, node.copies)),
-                    });
-                }
-                place = self.nodes[place as usize].older;
+    /// Nodes that were ever in use: the places that [`Self::copy_into`] goes over.
+    pub(super) fn places(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// Copies what is believed at `places`, each block to its replica's place in `copies`. A block of several engine hashes keeps one.
+    pub(super) fn copy_into(&self, places: Range<usize>, copies: &mut [Option<&mut Vec<CopiedNode>>]) {
+        for node in self.nodes[places].iter().filter(|node| node.held()) {
+            if let Some(Some(copies)) = copies.get_mut(node.slot as usize) {
+                copies.push(CopiedNode {
+                    key: node.key,
+                    parent: (node.parent != NONE).then(|| self.nodes[node.parent as usize].key),
+                    used: node.used,
+                    reused: node.has(REUSED),
+                    stored: (node.copies > 0).then_some((node.hash, node.copies)),
+                });
             }
         }
-        entries
     }
 
-    /// Takes in entries, written down `age` ago, of a replica that has none, as far as there is room.
-    pub(super) fn restore(&mut self, slot: usize, entries: &[Entry], age: Duration, now: Time) {
-        let mut places: Vec<u32> = Vec::with_capacity(entries.len());
-        for entry in entries {
-            places.push(self.restore_entry(slot, entry, &places, age, now).unwrap_or(NONE));
+    /// Takes in a block of a snapshot, last used at `used`, as the oldest of the replica: after its parent, after all that were used
+    /// later. One that is expected there by now keeps its place; one whose parent is not there, or that has no room, is left out.
+    pub(super) fn restore(&mut self, slot: usize, entry: &Entry, parent: Option<BlockKey>, used: u64) {
+        let parent = match parent.map(|key| self.find(slot, key)) {
+            Some(None) => return,
+            Some(Some(place)) => place,
+            None => NONE,
+        };
+        if let Some(place) = self.find(slot, entry.key) {
+            if let Some((hash, copies)) = entry.stored.filter(|_| self.nodes[place as usize].has(EXPECTED)) {
+                self.restore_name(place, hash, copies);
+                self.nodes[place as usize].flags &= !EXPECTED;
+            }
+            return;
         }
-        places.retain(|place| *place != NONE);
-        places.sort_by_key(|place| {
-            let node = &self.nodes[*place as usize];
-            (node.used, std::cmp::Reverse(node.depth), node.key)
-        });
-        for place in places {
-            self.append(place);
-        }
-    }
-
-    fn restore_entry(&mut self, slot: usize, entry: &Entry, places: &[u32], age: Duration, now: Time) -> Option<u32> {
-        let parent = entry.parent.map_or(NONE, |parent| places[parent as usize]);
-        if entry.parent.is_some() && parent == NONE || self.find(slot, entry.key).is_some() {
-            return None;
-        }
-        let idle = u64::try_from((entry.idle + age).as_nanos()).unwrap_or(u64::MAX);
         let depth = if parent == NONE { 0 } else { self.nodes[parent as usize].depth + 1 };
-        let place = self.add(slot, entry.key, parent, depth, stamp_of(now).saturating_sub(idle))?;
+        let Some(place) = self.add(slot, entry.key, parent, depth, used) else { return };
         self.nodes[place as usize].flags |= if entry.reused { REUSED } else { 0 };
         match entry.stored {
-            Some((hash, copies)) => {
-                self.name(slot, place, hash);
-                let node = &mut self.nodes[place as usize];
-                (node.copies, node.hashes) = (copies.max(1), 1);
-            }
+            Some((hash, copies)) => self.restore_name(place, hash, copies),
             None => self.nodes[place as usize].flags |= EXPECTED,
         }
+        self.prepend(place);
         self.take_hold(place);
         if parent != NONE {
             self.follow(self.nodes[parent as usize].key, entry.key);
         }
-        Some(place)
+    }
+
+    fn restore_name(&mut self, place: u32, hash: EngineHash, copies: u32) {
+        self.name(self.nodes[place as usize].slot as usize, place, hash);
+        let node = &mut self.nodes[place as usize];
+        (node.copies, node.hashes) = (copies.max(1), 1);
     }
 
     // Eviction
@@ -1001,7 +1003,9 @@ impl Caches {
         let node = &self.nodes[place as usize];
         let entry = self.by_key.find_entry(mix(node.slot as usize, node.key.0), |other| *other == place);
         entry.expect("a node has its key").remove();
-        self.nodes[place as usize].older = self.unused;
+        let node = &mut self.nodes[place as usize];
+        // Nobody believes in it, whoever looks at the slab.
+        (node.hashes, node.flags, node.older) = (0, 0, self.unused);
         self.unused = place;
         self.live -= 1;
     }
@@ -1166,6 +1170,25 @@ impl Caches {
         (node.older, node.younger) = (older, NONE);
     }
 
+    /// Links a node at the front of its list: the oldest.
+    fn prepend(&mut self, place: u32) {
+        let node = self.nodes[place as usize];
+        let list = &mut self.replicas[node.slot as usize].lists[node.list()];
+        let younger = std::mem::replace(&mut list.oldest, place);
+        if younger == NONE {
+            list.youngest = place;
+        }
+        if node.list() != KEPT {
+            list.unexpired = place;
+            self.next_expiry = self.next_expiry.min(node.used.saturating_add(self.lifetime));
+        }
+        if younger != NONE {
+            self.nodes[younger as usize].older = place;
+        }
+        let node = &mut self.nodes[place as usize];
+        (node.older, node.younger) = (NONE, younger);
+    }
+
     /// Links a node just before another, in its list.
     fn link_before(&mut self, place: u32, next: u32) {
         let node = self.nodes[next as usize];
@@ -1271,11 +1294,11 @@ impl PartialEq for Head {
 
 impl Eq for Head {}
 
-fn stamp_of(now: Time) -> u64 {
+pub(super) fn stamp_of(now: Time) -> u64 {
     STAMP_ORIGIN.saturating_add(now.0)
 }
 
-fn idle(used: u64, now: u64) -> Duration {
+pub(super) fn idle(used: u64, now: u64) -> Duration {
     Duration::from_nanos(now.saturating_sub(used))
 }
 

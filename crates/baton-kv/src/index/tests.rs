@@ -2,8 +2,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 
+use baton_units::BlockSize;
+
 use super::*;
-use crate::chain_keys;
+use crate::{EngineHash, chain_keys};
 
 const SIZE: BlockSize = BlockSize::new(2).unwrap();
 const LIFETIME: Duration = Duration::from_millis(10);
@@ -404,7 +406,7 @@ fn matches_of_what_lies_still_are_exact_while_the_index_changes() {
     std::thread::scope(|scope| {
         let matching = scope.spawn(|| {
             let (mut depths, mut rounds) = (Vec::new(), 0);
-            while rounds < 100 || !done.load(std::sync::atomic::Ordering::Relaxed) {
+            while rounds < 100 || !done.load(Ordering::Relaxed) {
                 reader.matches_into(&still, &mut depths);
                 if depths[..4] != [100, 40, 0, 73] {
                     return Err(depths);
@@ -420,7 +422,7 @@ fn matches_of_what_lies_still_are_exact_while_the_index_changes() {
                 index.forget(ReplicaId(text % 130), *key);
             }
         }
-        done.store(true, std::sync::atomic::Ordering::Relaxed);
+        done.store(true, Ordering::Relaxed);
         assert_eq!(matching.join().expect("the reader ends"), Ok(()));
     });
 }
@@ -529,7 +531,7 @@ proptest! {
                 }
             }
         }
-        let bytes = index.snapshot(replica, now);
+        let bytes = index.snapshot(replica, now).unwrap();
         // The other run has just begun, and some time has passed.
         let (age, begin) = (Duration::from_secs(20), Time(5));
         let mut other = FleetIndex::new("m", lifetime, BYTES);
@@ -581,7 +583,7 @@ fn snapshot_of_two_batches() -> Vec<u8> {
     index.restart(replica, Incarnation(4));
     index.apply(replica, Incarnation(4), &stored(0, &[1, 2]), Time::ZERO);
     index.apply(replica, Incarnation(4), &stored(1, &[1, 3]), Time::ZERO);
-    index.snapshot(replica, Time::ZERO)
+    index.snapshot(replica, Time::ZERO).unwrap()
 }
 
 #[test]
@@ -669,4 +671,235 @@ fn a_former_incarnation_has_no_say() {
     let stale = KvEventBatch { sequence: 1, timestamp_s: 9.0, events: vec![KvEvent::Cleared], dp_rank: None };
     assert_eq!(pair.index.apply(ReplicaId(0), Incarnation(1), &stale, Time::ZERO), Applied::Ignored);
     pair.check(&[1, 2]);
+}
+
+/// What happens to a replica whose events are taken in whole in one index and in slices in another.
+#[derive(Debug, Clone)]
+enum Told {
+    /// A batch comes; of what is begun, so many blocks are taken in, in slices of so many.
+    Batch {
+        events: Vec<KvEvent>,
+        lost: bool,
+        slice: usize,
+        slices: usize,
+    },
+    /// Batches that went missing are given up for lost.
+    SkipGap,
+    /// The engine begins anew without a marker.
+    Anew,
+    Restart,
+    Send(Vec<u32>),
+}
+
+fn event() -> impl Strategy<Value = KvEvent> {
+    let digits = || prop::collection::vec(0u32..3, 1..12);
+    prop_oneof![
+        6 => (digits(), 0usize..4).prop_map(|(digits, from)| {
+            let (keys, from) = (keys(&digits), from.min(digits.len() - 1));
+            KvEvent::Stored {
+                hashes: keys[from..].iter().map(|key| hash(*key)).collect(),
+                parent: from.checked_sub(1).map(|before| hash(keys[before])),
+                tokens: chain(&digits[from..]),
+                block_size: SIZE,
+                adapter: None,
+                salt: None,
+            }
+        }),
+        3 => digits().prop_map(|digits| KvEvent::Removed { hashes: keys(&digits).into_iter().rev().map(hash).collect() }),
+        1 => Just(KvEvent::Removed { hashes: Vec::new() }),
+        1 => Just(KvEvent::Cleared),
+    ]
+}
+
+fn told() -> impl Strategy<Value = Told> {
+    let batch = (prop::collection::vec(event(), 0..5), prop::bool::weighted(0.1), 1usize..9, 0usize..6);
+    prop_oneof![
+        12 => batch.prop_map(|(events, lost, slice, slices)| Told::Batch { events, lost, slice, slices }),
+        1 => Just(Told::SkipGap),
+        1 => Just(Told::Anew),
+        1 => Just(Told::Restart),
+        2 => prop::collection::vec(0u32..3, 1..6).prop_map(Told::Send),
+    ]
+}
+
+proptest! {
+    /// However the slices are cut, whatever queues behind them, and if the replica begins anew in between.
+    #[test]
+    fn events_in_slices_are_events_at_once(history in prop::collection::vec(told(), 1..30)) {
+        let (replica, now) = (ReplicaId(1), Time(5));
+        let index = || FleetIndex::new("m", Duration::from_mins(1), BYTES);
+        let (mut whole, mut sliced) = (index(), index());
+        let (mut life, mut sequence, mut timestamp_s) = (1, 0, 0.0);
+        whole.restart(replica, Incarnation(life));
+        sliced.restart(replica, Incarnation(life));
+        for step in history {
+            match step {
+                Told::Batch { events, lost, slice, slices } => {
+                    timestamp_s += 1.0;
+                    let batch = KvEventBatch { sequence, timestamp_s, events, dp_rank: None };
+                    sequence += 1;
+                    if lost {
+                        continue;
+                    }
+                    let applied = whole.apply(replica, Incarnation(life), &batch, now);
+                    prop_assert_eq!(sliced.begin(replica, Incarnation(life), Arc::new(batch), now), applied);
+                    for _ in 0..slices {
+                        let adding = sliced.adding(replica, slice);
+                        let before = sliced.len();
+                        sliced.advance(replica, slice, now);
+                        prop_assert!(adding <= slice && sliced.len() <= before + adding);
+                    }
+                }
+                Told::SkipGap => {
+                    whole.skip_gap(replica, now);
+                    sliced.begin_skip_gap(replica);
+                }
+                Told::Anew => sequence = 0,
+                Told::Restart => {
+                    (life, sequence) = (life + 1, 0);
+                    whole.restart(replica, Incarnation(life));
+                    sliced.restart(replica, Incarnation(life));
+                    prop_assert!(sliced.is_empty());
+                }
+                // What a request is seen to need depends on what is there: only after all is taken in.
+                Told::Send(digits) => {
+                    sliced.advance(replica, usize::MAX, now);
+                    for index in [&mut whole, &mut sliced] {
+                        index.expect(replica, &keys(&digits), now);
+                    }
+                }
+            }
+            prop_assert_eq!(sliced.next_sequence(replica), whole.next_sequence(replica));
+            prop_assert_eq!(sliced.doubtful(replica), whole.doubtful(replica));
+            prop_assert_eq!(sliced.publishes(replica), whole.publishes(replica));
+        }
+        while sliced.advance(replica, 1, now) {}
+        prop_assert_eq!(sliced.orphans(replica), whole.orphans(replica));
+        prop_assert_eq!(sliced.len(), whole.len());
+        let victims = |index: &FleetIndex| index.victims(replica, now).collect::<Vec<_>>();
+        prop_assert_eq!(victims(&sliced), victims(&whole));
+        // Keys, names and copies of all blocks.
+        let entries = |index: &FleetIndex| format!("{:?}", Snapshot::read(&index.snapshot(replica, now).unwrap()));
+        prop_assert_eq!(entries(&sliced), entries(&whole));
+    }
+
+    /// Requests come and go while a cache is copied: what the engine told of comes back with all its copies, and nothing else is
+    /// believed that was never there.
+    #[test]
+    fn a_snapshot_taken_in_parts_keeps_the_engines_word(
+        told in prop::collection::vec(prop::collection::vec(0u32..3, 1..8), 1..20),
+        sent in prop::collection::vec((prop::collection::vec(0u32..3, 1..8), 0u8..3), 0..20),
+        part in 1usize..9,
+    ) {
+        let (replica, life, now) = (ReplicaId(2), Incarnation(1), Time(9));
+        let index = || {
+            let mut index = FleetIndex::new("m", Duration::from_mins(1), BYTES);
+            index.restart(replica, life);
+            index
+        };
+        let mut live = index();
+        for (sequence, digits) in told.iter().enumerate() {
+            live.apply(replica, life, &stored(sequence as u64, digits), now);
+        }
+        let mut copying = live.begin_copy([replica], now);
+        let mut requests = sent.iter();
+        while live.copy_some(&mut copying, part) {
+            let Some((digits, how)) = requests.next() else { continue };
+            let keys = keys(digits);
+            live.pin(replica, &keys, now, |_| {});
+            if *how > 0 {
+                live.unpin(replica, &keys, &keys, *how == 1, now);
+                live.forget_unused(replica, &keys);
+            }
+        }
+        let mut restored = index();
+        let held = restored.restore(replica, &copying.take(replica).unwrap(), Duration::ZERO, now).unwrap();
+        prop_assert_eq!(restored.next_sequence(replica), told.len() as u64);
+        let engine: BTreeSet<BlockKey> = told.iter().flat_map(|digits| keys(digits)).collect();
+        let asked: BTreeSet<BlockKey> = sent.iter().flat_map(|(digits, _)| keys(digits)).collect();
+        prop_assert!(held <= engine.union(&asked).count());
+        prop_assert!(engine.iter().all(|key| restored.confirmed(replica, *key)));
+        prop_assert!(asked.difference(&engine).all(|key| !restored.confirmed(replica, *key)));
+        // The engine takes back each copy: the last one ends the belief, and none before.
+        let hashes = |digits: &Vec<u32>| keys(digits).into_iter().rev().map(hash).collect();
+        for (sequence, digits) in told.iter().enumerate() {
+            prop_assert!(keys(digits).iter().all(|key| restored.confirmed(replica, *key)));
+            let events = vec![KvEvent::Removed { hashes: hashes(digits) }];
+            let batch = KvEventBatch { sequence: (told.len() + sequence) as u64, timestamp_s: 1e9, events, dp_rank: None };
+            prop_assert_eq!(restored.apply(replica, life, &batch, now), Applied::Ok);
+        }
+        prop_assert!(!engine.iter().any(|key| restored.confirmed(replica, *key)));
+    }
+}
+
+#[test]
+fn no_snapshot_is_made_of_a_batch_that_is_half_taken_in() {
+    let (replica, life, now) = (ReplicaId(0), Incarnation(0), Time::ZERO);
+    let mut index = FleetIndex::new("m", LIFETIME, BYTES);
+    index.apply(replica, life, &stored(0, &[1, 2, 3]), now);
+    index.begin(replica, life, Arc::new(stored(1, &[2, 2, 2])), now);
+    assert!(index.advance(replica, 2, now));
+    assert_eq!(index.snapshot(replica, now), None);
+    assert!(!index.advance(replica, 2, now));
+    let mut copying = index.begin_copy([replica], now);
+    assert!(index.copy_some(&mut copying, 2));
+    index.apply(replica, life, &stored(2, &[3]), now);
+    index.copy_some(&mut copying, 100);
+    assert_eq!(copying.take(replica), None, "its events went on");
+}
+
+#[test]
+fn what_a_reader_found_does_not_outlive_the_entries() {
+    let (life, now, chain) = (Incarnation(1), Time::ZERO, keys(&[1, 2, 3]));
+    let mut index = FleetIndex::new("m", Duration::from_mins(1), BYTES);
+    let reader = index.reader();
+    let settled = |index: &FleetIndex, matched: Matched| {
+        let mut depths = Vec::new();
+        index.settle(Some(matched), &chain, &mut depths);
+        depths
+    };
+    for id in [0, 1] {
+        index.restart(ReplicaId(id), life);
+        index.expect(ReplicaId(id), &chain, now);
+    }
+    assert_eq!(settled(&index, reader.matches(&chain)), [3, 3]);
+    // It may be a moment old, also over a table that is wider, and with replicas that it never heard of.
+    let early = reader.matches(&chain);
+    index.forget(ReplicaId(1), chain[2]);
+    index.expect(ReplicaId(70), &chain, now);
+    assert_eq!(settled(&index, early), [3, 3]);
+    assert_eq!(settled(&index, reader.matches(&chain))[..2], [3, 2]);
+    // But not about one that began anew since, or left, or is being cleared.
+    let early = reader.matches(&chain);
+    index.restart(ReplicaId(0), Incarnation(2));
+    index.expect(ReplicaId(0), &chain[..1], now);
+    assert_eq!(settled(&index, early)[..2], [1, 2]);
+    let early = reader.matches(&chain);
+    index.begin_clear(ReplicaId(1));
+    assert!(index.advance(ReplicaId(1), 1, now));
+    let midway = reader.matches(&chain);
+    assert_eq!(index.matches(&chain)[..2], [1, 0]);
+    for matched in [early.clone(), midway.clone()] {
+        assert_eq!(settled(&index, matched)[..2], [1, 0]);
+    }
+    assert!(!index.advance(ReplicaId(1), 9, now));
+    index.expect(ReplicaId(1), &chain[..1], now);
+    for matched in [early, midway] {
+        assert_eq!(settled(&index, matched)[..2], [1, 1]);
+    }
+}
+
+#[test]
+fn a_cleared_cache_is_not_matched_while_its_entries_go() {
+    let (replica, life, now) = (ReplicaId(0), Incarnation(0), Time::ZERO);
+    let mut index = FleetIndex::new("m", LIFETIME, BYTES);
+    index.apply(replica, life, &stored(0, &[1, 2, 3, 4]), now);
+    let mut batch = stored(1, &[1, 2]);
+    batch.events.insert(0, KvEvent::Cleared);
+    index.begin(replica, life, Arc::new(batch), now);
+    assert_eq!(index.matches(&keys(&[1, 2, 3])), [3], "not yet begun");
+    assert!(index.advance(replica, 1, now));
+    assert_eq!((index.matches(&keys(&[1, 2, 3])), index.blocks_held(replica)), (vec![0], 3));
+    while index.advance(replica, 2, now) {}
+    assert_eq!((index.matches(&keys(&[1, 2, 3])), index.blocks_held(replica)), (vec![2], 2));
 }
