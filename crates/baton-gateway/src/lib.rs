@@ -23,6 +23,8 @@ mod json;
 mod line;
 mod listener;
 mod live;
+#[doc(hidden)]
+pub mod measure;
 mod metrics;
 mod passthrough;
 mod pieces;
