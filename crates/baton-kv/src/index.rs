@@ -412,7 +412,7 @@ impl FleetIndex {
         depths
     }
 
-    /// As [`Self::matches`], into a vector that is kept between calls. Some `log2(keys)` look-ups for each different depth.
+    /// As [`Self::matches`], into a vector that is kept between calls. At most `4 log2(keys)` look-ups for each different depth.
     pub fn matches_into(&self, keys: &[BlockKey], depths: &mut Vec<u32>) {
         search::matches(self.caches.holders.shared(), keys, depths);
         self.hide_dropped(depths);
