@@ -58,14 +58,14 @@ pub struct KvEventsConfig {
     pub port: u16,
     /// Port of the ROUTER socket that replays; 0 lets the system pick.
     pub replay_port: u16,
-    /// First frame of every message.
+    /// First frame of every message; none by default, as at vLLM: routers read their own meaning into others.
     pub topic: String,
 }
 
 impl ReplicaConfig {
     /// The defaults around an engine.
     pub fn new(id: &str, model: &str, engine: EngineConfig, pace: Pace) -> Self {
-        let kv_events = KvEventsConfig { host: Ipv4Addr::LOCALHOST.into(), port: 0, replay_port: 0, topic: format!("kv@{model}") };
+        let kv_events = KvEventsConfig { host: Ipv4Addr::LOCALHOST.into(), port: 0, replay_port: 0, topic: String::new() };
         Self {
             id: id.to_owned(),
             models: vec![model.to_owned()],

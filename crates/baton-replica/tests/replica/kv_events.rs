@@ -28,7 +28,7 @@ async fn replayed(endpoint: &str, start: u64) -> Vec<KvEventBatch> {
             assert!(message.topic.is_empty());
             return batches;
         }
-        assert_eq!(message.topic, b"kv@smollm2-135m");
+        assert!(message.topic.is_empty());
         let decoded = decode(message.sequence, message.payload).unwrap();
         assert_eq!(decoded.skipped, 0);
         batches.push(decoded.batch);
@@ -50,7 +50,7 @@ async fn events_are_published_in_sequence_and_can_be_replayed() {
     let source = replica.report().await.kv_events.unwrap();
     let mut subscriber = SubSocket::new();
     subscriber.connect(&source.endpoint).await.unwrap();
-    subscriber.subscribe("kv@").await.unwrap();
+    subscriber.subscribe("").await.unwrap();
     let prompt: Vec<u32> = (0..100).collect();
     let body = json!({ "prompt": prompt, "max_tokens": 60, "temperature": 0, "return_token_ids": true });
     let answer = replica.post("/v1/completions", &body).await.json();
