@@ -20,6 +20,7 @@ pub use caches::{Use, Victim};
 pub use search::MatchEnds;
 pub use snapshot::{Copying, Snapshot, SnapshotError};
 
+mod anchors;
 mod caches;
 mod holders;
 mod search;
@@ -53,13 +54,14 @@ pub struct FleetIndex {
 #[derive(Debug, Clone)]
 pub struct IndexReader {
     holders: Arc<ArcSwap<Holders>>,
+    anchors: Arc<ArcSwap<Holders>>,
     drops: Arc<AtomicU64>,
 }
 
 impl IndexReader {
     /// As [`FleetIndex::matches_into`].
     pub fn matches_into(&self, keys: &[BlockKey], depths: &mut Vec<u32>) {
-        search::matches(&self.holders.load(), keys, depths);
+        search::matches(&self.holders.load(), &self.anchors.load(), keys, depths);
     }
 
     /// Matches for [`FleetIndex::settle`], which tells whether they may still be used.
@@ -414,13 +416,17 @@ impl FleetIndex {
 
     /// As [`Self::matches`], into a vector that is kept between calls. At most `4 log2(keys)` look-ups for each different depth.
     pub fn matches_into(&self, keys: &[BlockKey], depths: &mut Vec<u32>) {
-        search::matches(self.caches.holders.shared(), keys, depths);
+        search::matches(self.caches.holders.shared(), self.caches.anchors.shared(), keys, depths);
         self.hide_dropped(depths);
     }
 
     /// For matches from other threads.
     pub fn reader(&self) -> IndexReader {
-        IndexReader { holders: self.caches.holders.published().clone(), drops: self.drops.clone() }
+        IndexReader {
+            holders: self.caches.holders.published().clone(),
+            anchors: self.caches.anchors.published().clone(),
+            drops: self.drops.clone(),
+        }
     }
 
     /// As [`Self::matches_into`], from what a reader of this index found for `keys`: as old as that is, but for replicas whose entries

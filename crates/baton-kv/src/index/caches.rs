@@ -9,6 +9,7 @@ use hashbrown::HashTable;
 
 use super::{
     AT_ONCE,
+    anchors::Anchors,
     holders::HolderTable,
     snapshot::{CopiedNode, Entry},
 };
@@ -51,6 +52,7 @@ const KEPT: usize = 2;
 #[derive(Debug)]
 pub(super) struct Caches {
     pub(super) holders: HolderTable,
+    pub(super) anchors: Anchors,
     nodes: Vec<Node>,
     /// First unused node; the others follow by `older`.
     unused: u32,
@@ -172,6 +174,7 @@ impl Caches {
     pub(super) fn new(lifetime: Duration, bytes_max: usize) -> Self {
         let mut caches = Self {
             holders: HolderTable::new(),
+            anchors: Anchors::new(),
             nodes: Vec::new(),
             unused: NONE,
             live: 0,
@@ -187,16 +190,22 @@ impl Caches {
             reserved: 0,
             evicted_for_room: 0,
         };
-        caches.blocks_max = caches.blocks_for_bytes();
+        caches.bound_blocks();
         caches
+    }
+
+    fn bound_blocks(&mut self) {
+        self.blocks_max = self.blocks_for_bytes();
+        self.anchors.bound(self.blocks_max);
     }
 
     /// Makes the replica known.
     pub(super) fn ensure(&mut self, slot: usize) {
         if self.replicas.len() <= slot {
             self.replicas.resize_with(slot + 1, Cache::default);
+            self.anchors.set_replicas(slot + 1);
             if self.holders.set_replicas(slot + 1) {
-                self.blocks_max = self.blocks_for_bytes();
+                self.bound_blocks();
             }
         }
     }
@@ -210,6 +219,7 @@ impl Caches {
         self.reserved = blocks;
         self.nodes.reserve_exact(blocks.saturating_sub(self.nodes.len()));
         self.holders.reserve(blocks);
+        self.anchors.reserve(blocks);
         let (nodes, places) = (&self.nodes, blocks * MAP_SPACE);
         let node = |place: &u32| &nodes[*place as usize];
         self.by_key.reserve(places.saturating_sub(self.by_key.len()), |place| mix(node(place).slot as usize, node(place).key.0));
@@ -226,7 +236,8 @@ impl Caches {
 
     /// Bytes taken by all that grows with the number of blocks.
     pub(super) fn bytes(&self) -> usize {
-        self.nodes.capacity() * size_of::<Node>() + self.by_key.allocation_size() + self.by_hash.allocation_size() + self.holders.bytes()
+        let maps = self.by_key.allocation_size() + self.by_hash.allocation_size();
+        self.nodes.capacity() * size_of::<Node>() + maps + self.holders.bytes() + self.anchors.bytes()
     }
 
     /// Blocks that can be added before others must go.
@@ -247,9 +258,9 @@ impl Caches {
     fn blocks_for_bytes(&self) -> usize {
         let map = |blocks: usize| (blocks * MAP_SPACE * 8 / 7 + 1).next_power_of_two() * (size_of::<u32>() + 1);
         // While one map or the table grows, its former self is still there: the table's is counted, the maps' are halves.
-        let cost = |blocks: usize| {
-            blocks * size_of::<Node>() + 2 * map(blocks) + map(blocks) / 2 + HolderTable::bytes_for(blocks, self.holders.shared().words())
-        };
+        let words = self.holders.shared().words();
+        let tables = |blocks: usize| HolderTable::bytes_for(blocks, words) + Anchors::bytes_for(blocks, words);
+        let cost = |blocks: usize| blocks * size_of::<Node>() + 2 * map(blocks) + map(blocks) / 2 + tables(blocks);
         let (mut low, mut high) = (BLOCKS_MIN, (self.bytes_max / size_of::<Node>()).max(BLOCKS_MIN).min(NONE as usize));
         while low < high {
             let middle = (low + high).div_ceil(2);
@@ -526,6 +537,7 @@ impl Caches {
             while at != NONE {
                 let node = self.nodes[at as usize];
                 if node.held() {
+                    self.anchors.remove(node.key, node.depth, slot);
                     self.holders.remove(node.key, slot);
                 }
                 self.unname(at);
@@ -1029,6 +1041,7 @@ impl Caches {
             self.holders.set_holes(slot, true);
         }
         let branches = self.holders.insert(node.key, slot);
+        self.anchors.insert(node.key, node.depth, slot);
         let cache = &mut self.replicas[slot];
         let before = cache.holes;
         cache.holes -= node.held_children as usize;
@@ -1050,6 +1063,7 @@ impl Caches {
         if before == 0 && cache.holes > 0 {
             self.holders.set_holes(slot, true);
         }
+        self.anchors.remove(node.key, node.depth, slot);
         self.holders.remove(node.key, slot);
         let cache = &mut self.replicas[slot];
         let before = cache.holes;

@@ -39,6 +39,8 @@ pub(super) struct Holders {
     lines_per_bucket: usize,
     /// Counts moves of entries, each between its copy and its erasure.
     moves: AtomicU64,
+    /// (Key, replica) pairs that there was no room for.
+    pub(super) missing: AtomicU64,
     /// Replicas known.
     replicas: AtomicU32,
     /// Replicas that hold a block whose parent they do not hold: their blocks must be looked at one by one.
@@ -54,6 +56,7 @@ impl Holders {
             words,
             lines_per_bucket,
             moves: AtomicU64::new(0),
+            missing: AtomicU64::new(0),
             replicas: AtomicU32::new(0),
             holes: (0..words).map(|_| AtomicU64::new(0)).collect(),
         }
@@ -175,6 +178,10 @@ impl HolderTable {
 
     pub(super) fn published(&self) -> &Arc<ArcSwap<Holders>> {
         &self.published
+    }
+
+    pub(super) fn knows(&self, key: BlockKey) -> bool {
+        self.shared.find(key).is_some()
     }
 
     /// Distinct blocks.
@@ -371,6 +378,7 @@ impl HolderTable {
     fn rebuild(&mut self, buckets: usize, words: usize) {
         let mut new = Self::sized(buckets, words);
         new.shared.replicas.store(self.shared.replicas.load(Ordering::Relaxed), Ordering::Relaxed);
+        new.shared.missing.store(self.shared.missing.load(Ordering::Relaxed), Ordering::Relaxed);
         for (to, from) in new.shared.holes.iter().zip(&self.shared.holes) {
             to.store(from.load(Ordering::Relaxed), Ordering::Relaxed);
         }

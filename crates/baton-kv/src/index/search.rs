@@ -1,6 +1,7 @@
-use crate::BlockKey;
+use std::sync::atomic::Ordering;
 
-use super::holders::Holders;
+use super::{anchors::SPACING, holders::Holders};
+use crate::BlockKey;
 
 /// Look-ups that wait for memory together. A core keeps about so many loads in flight; more would only be more work.
 const TOGETHER: usize = 16;
@@ -8,17 +9,17 @@ const TOGETHER: usize = 16;
 /// Leading blocks of `keys` that each replica holds, by slot, into `depths`.
 ///
 /// While a replica holds the parent of every block that it holds, the sets along a chain only shrink, and equal sets at both ends of
-/// an interval mean that nothing ends between them, so only intervals with different ends are parted further. Replicas with holes are
-/// followed block by block.
-pub(super) fn matches(holders: &Holders, keys: &[BlockKey], depths: &mut Vec<u32>) {
+/// an interval mean that nothing ends between them, so only intervals with different ends are parted further: first at the anchors,
+/// then between two of them. Replicas with holes are followed block by block.
+pub(super) fn matches(holders: &Holders, anchors: &Holders, keys: &[BlockKey], depths: &mut Vec<u32>) {
     match holders.words() {
-        1 => match_words::<1>(holders, keys, depths),
-        2 => match_words::<2>(holders, keys, depths),
-        4 => match_words::<4>(holders, keys, depths),
-        8 => match_words::<8>(holders, keys, depths),
-        16 => match_words::<16>(holders, keys, depths),
-        32 => match_words::<32>(holders, keys, depths),
-        _ => match_words::<64>(holders, keys, depths),
+        1 => match_words::<1>(holders, anchors, keys, depths),
+        2 => match_words::<2>(holders, anchors, keys, depths),
+        4 => match_words::<4>(holders, anchors, keys, depths),
+        8 => match_words::<8>(holders, anchors, keys, depths),
+        16 => match_words::<16>(holders, anchors, keys, depths),
+        32 => match_words::<32>(holders, anchors, keys, depths),
+        _ => match_words::<64>(holders, anchors, keys, depths),
     }
 }
 
@@ -66,7 +67,7 @@ pub(super) fn still_matches(holders: &Holders, keys: &[BlockKey], ends: &MatchEn
     }
 }
 
-fn match_words<const W: usize>(holders: &Holders, keys: &[BlockKey], depths: &mut Vec<u32>) {
+fn match_words<const W: usize>(holders: &Holders, anchors: &Holders, keys: &[BlockKey], depths: &mut Vec<u32>) {
     depths.clear();
     depths.resize(holders.replicas(), 0);
     let [first, .., last] = keys else {
@@ -80,7 +81,13 @@ fn match_words<const W: usize>(holders: &Holders, keys: &[BlockKey], depths: &mu
     let closed = minus(at_first, holes);
     if !is_empty(closed) {
         let at_last = both(closed, holders.get(*last));
-        part(holders, keys, (0, closed), (keys.len() - 1, at_last), depths);
+        let whole = ((0, closed), (keys.len() - 1, at_last));
+        let mut open = if anchors.words() == W && anchors.missing.load(Ordering::Acquire) == 0 {
+            between_anchors(anchors, keys, whole)
+        } else {
+            vec![whole]
+        };
+        narrow(holders, |place| keys[place], &mut open, |low, high| end(minus(low.1, high.1), high.0, depths));
         end(at_last, keys.len(), depths);
     }
     let mut left = both(at_first, holes);
@@ -95,30 +102,60 @@ fn match_words<const W: usize>(holders: &Holders, keys: &[BlockKey], depths: &mu
     end(left, keys.len(), depths);
 }
 
-/// Finds the depths that end between two places whose sets are known.
+/// Intervals between neighbouring anchors in which depths end, for an interval from the first key to the last.
+fn between_anchors<const W: usize>(anchors: &Holders, keys: &[BlockKey], (first, last): Interval<W>) -> Vec<Interval<W>> {
+    // Counts the first key, each anchor after it, and the last key.
+    let last_place = (keys.len() - 1) / SPACING + 1;
+    let place_of = |anchor: usize| match anchor {
+        0 => 0,
+        _ if anchor == last_place => last.0,
+        _ => anchor * SPACING - 1,
+    };
+    let mut open = Vec::with_capacity(TOGETHER);
+    open.push(((0, first.1), (last_place, last.1)));
+    let mut found = Vec::with_capacity(TOGETHER);
+    let in_keys = |end: End<W>| (place_of(end.0), end.1);
+    narrow(anchors, |anchor| keys[place_of(anchor)], &mut open, |low, high| found.push((in_keys(low), in_keys(high))));
+    found
+}
+
+/// Tells `found` each pair of neighbouring places within the `open` intervals whose sets differ.
 ///
 /// All intervals are parted in turn, so that the look-ups of a round wait for memory together: few intervals each at several places,
 /// since a round takes as long as one look-up, and many in halves, which takes the fewest look-ups.
-fn part<const W: usize>(holders: &Holders, keys: &[BlockKey], low: End<W>, high: End<W>, depths: &mut [u32]) {
-    let (mut open, mut parts) = (Vec::with_capacity(TOGETHER), Vec::with_capacity(TOGETHER));
-    split(low, high, &mut open, depths);
+fn narrow<const W: usize>(
+    table: &Holders,
+    key_at: impl Fn(usize) -> BlockKey,
+    open: &mut Vec<Interval<W>>,
+    mut found: impl FnMut(End<W>, End<W>),
+) {
+    let mut parts = Vec::with_capacity(TOGETHER);
+    let mut keep = |low: End<W>, high: End<W>, parts: &mut Vec<Interval<W>>| match low.1 == high.1 {
+        true => {}
+        false if low.0 + 1 == high.0 => found(low, high),
+        false => parts.push((low, high)),
+    };
+    for (low, high) in open.drain(..) {
+        keep(low, high, &mut parts);
+    }
+    std::mem::swap(open, &mut parts);
     while !open.is_empty() {
         let cuts = (TOGETHER / open.len()).max(1);
         for intervals in open.chunks(TOGETHER) {
-            holders.warm(intervals.iter().flat_map(|(low, high)| places(low.0, high.0, cuts)).map(|place| keys[place]));
+            table.warm(intervals.iter().flat_map(|(low, high)| places(low.0, high.0, cuts)).map(&key_at));
             for &(low, high) in intervals {
                 let mut before = low;
                 for place in places(low.0, high.0, cuts) {
                     // Cut to what holds at both sides, should the writer be at work between the look-ups.
-                    let at = (place, both(before.1, holders.get(keys[place])));
-                    split(before, at, &mut parts, depths);
+                    let at = (place, both(before.1, table.get(key_at(place))));
+                    keep(before, at, &mut parts);
                     before = at;
                 }
-                split(before, (high.0, both(before.1, high.1)), &mut parts, depths);
+                keep(before, (high.0, both(before.1, high.1)), &mut parts);
             }
         }
         open.clear();
-        std::mem::swap(&mut open, &mut parts);
+        std::mem::swap(open, &mut parts);
     }
 }
 
@@ -130,18 +167,7 @@ fn places(low: usize, high: usize, cuts: usize) -> impl Iterator<Item = usize> {
 
 /// A place in the chain and who holds its block.
 type End<const W: usize> = (usize, [u64; W]);
-
-/// Keeps an interval in which depths end, or tells them if they can end at one place only.
-fn split<const W: usize>(low: End<W>, high: End<W>, open: &mut Vec<(End<W>, End<W>)>, depths: &mut [u32]) {
-    if low.1 == high.1 {
-        return;
-    }
-    if low.0 + 1 == high.0 {
-        end(minus(low.1, high.1), high.0, depths);
-    } else {
-        open.push((low, high));
-    }
-}
+type Interval<const W: usize> = (End<W>, End<W>);
 
 fn still_words<const W: usize>(holders: &Holders, keys: &[BlockKey], ends: &MatchEnds) -> bool {
     if ends.replicas != holders.replicas() || ends.sets.len() != ends.depths.len() * W {

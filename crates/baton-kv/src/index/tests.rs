@@ -427,6 +427,46 @@ fn matches_of_what_lies_still_are_exact_while_the_index_changes() {
     });
 }
 
+/// Chains that all part right before an anchor: more anchors than there is room for. None is used until the surplus is gone.
+#[test]
+fn matches_are_exact_with_more_anchors_than_there_is_room_for() {
+    let mut index = FleetIndex::new("m", Duration::from_hours(1), BYTES);
+    let chain_of = |last: u32| {
+        let mut digits = vec![0; anchors::SPACING - 1];
+        digits.extend([last, 9]);
+        keys(&digits)
+    };
+    let replica = ReplicaId(0);
+    let all = index.blocks_max() as u32 / 2 - 10;
+    let missing = |index: &FleetIndex| index.caches.anchors.shared().missing.load(Ordering::Relaxed);
+    for last in 0..all {
+        index.expect(replica, &chain_of(last), Time::ZERO);
+    }
+    assert_eq!(index.evicted_for_room(), 0);
+    assert!(missing(&index) == 0, "half of all blocks, as there is room for");
+    for last in 0..all {
+        index.forget(replica, chain_of(last)[anchors::SPACING]);
+    }
+    for last in all..2 * all - 10 {
+        index.expect(replica, &chain_of(last)[..anchors::SPACING], Time::ZERO);
+    }
+    assert_eq!(index.evicted_for_room(), 0);
+    assert!(missing(&index) > 0);
+    let depth = anchors::SPACING as u32;
+    assert!((0..2 * all - 10).all(|last| index.matches(&chain_of(last)) == [depth]));
+    let surplus = missing(&index) as u32;
+    // The last ones came when there was no more room.
+    for last in 2 * all - 10 - surplus..2 * all - 10 {
+        index.forget(replica, chain_of(last)[anchors::SPACING - 1]);
+    }
+    assert_eq!(missing(&index), 0);
+    assert_eq!(index.matches(&chain_of(0)), [depth]);
+    assert_eq!(index.matches(&chain_of(2 * all - 11)), [depth - 1]);
+    index.restart(replica, Incarnation(2));
+    assert_eq!(index.caches.anchors.shared().missing.load(Ordering::Relaxed), 0);
+    assert_eq!(index.matches(&chain_of(0)), [0]);
+}
+
 #[test]
 fn where_chains_part_is_found_from_the_end() {
     let mut index = FleetIndex::new("m", LIFETIME, BYTES);
