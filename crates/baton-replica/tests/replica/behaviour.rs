@@ -180,7 +180,7 @@ async fn a_priority_is_refused_where_it_would_mean_nothing() {
     replica.stop().await.unwrap();
 }
 
-/// An executor that does as the emulated one does until it is told to break.
+/// An executor that does as the emulated one does, and breaks after some steps with two requests in each.
 struct Breaking {
     inner: Box<dyn Executor + Send>,
     steps_left: u32,
@@ -188,7 +188,9 @@ struct Breaking {
 
 impl Executor for Breaking {
     fn step(&mut self, batch: &Batch<'_>) -> StepResult {
-        self.steps_left = self.steps_left.checked_sub(1).expect("the executor breaks here, as the test wants");
+        if batch.rows.len() == 2 {
+            self.steps_left = self.steps_left.checked_sub(1).expect("the executor breaks here, as the test wants");
+        }
         self.inner.step(batch)
     }
 
@@ -203,11 +205,13 @@ impl Executor for Breaking {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_broken_engine_ends_streams_with_an_error_and_the_replica_with_it() {
-    let config = config();
+    // Slow enough that the first request still runs when the other one comes.
+    let mut config = config();
+    config.pace = Pace::Modelled { time_scale: 1.0 };
     let executor = Box::new(Breaking { inner: timed(&config), steps_left: 5 });
     let replica = Replica::start_with(config, executor).await;
-    let body = json!({ "prompt": "Hi", "max_tokens": 100, "stream": true, "stream_options": { "include_usage": true } });
-    let whole = json!({ "prompt": "Ho", "max_tokens": 100 });
+    let body = json!({ "prompt": "Hi", "max_tokens": 1900, "stream": true, "stream_options": { "include_usage": true } });
+    let whole = json!({ "prompt": "Ho", "max_tokens": 1900 });
     let (stream, answer) = tokio::join!(replica.post("/v1/completions", &body), replica.post("/v1/completions", &whole));
     assert_eq!((answer.status, answer.json()), (500, captured("err-engine-dead").json()));
     let events = stream.events();
