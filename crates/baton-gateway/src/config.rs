@@ -183,6 +183,10 @@ pub struct ClassConfig {
     pub from: i32,
     #[serde(deserialize_with = "duration")]
     pub start_within: Duration,
+    /// Objective for `price`: a first token is late after this, and mean lateness counts above all else. Short: replicas are kept free
+    /// of long prompts for the others; long: those wait a little for long ones' sake. Default: none, each ms counts alike.
+    #[serde(default, deserialize_with = "some_duration")]
+    pub slo_ttft: Option<Duration>,
 }
 
 fn most_important() -> i32 {
@@ -256,6 +260,10 @@ impl GatewayConfig {
             if class.start_within.is_zero() {
                 let (option, value) = ("policy.classes.start_within", "\"0s\"".into());
                 return Err(ConfigError::OutOfRange { option, value, want: "nothing starts within no time; give more" });
+            }
+            if class.slo_ttft.is_some_and(|slo| slo.is_zero()) {
+                let (option, value) = ("policy.classes.slo_ttft", "\"0s\"".into());
+                return Err(ConfigError::OutOfRange { option, value, want: "no first token comes within no time; give more" });
             }
         }
         if !self.policy.classes.is_sorted_by(|a, b| a.from < b.from) {
@@ -341,7 +349,12 @@ impl Default for PolicyConfig {
             name: PolicyName::Price,
             seed: 0,
             queue: 1024,
-            classes: vec![ClassConfig { name: "default".to_owned(), from: most_important(), start_within: Duration::from_secs(30) }],
+            classes: vec![ClassConfig {
+                name: "default".to_owned(),
+                from: most_important(),
+                start_within: Duration::from_secs(30),
+                slo_ttft: None,
+            }],
             decisions: 4096,
             index_bytes: 1 << 30,
             index_snapshot: None,
@@ -352,8 +365,12 @@ impl Default for PolicyConfig {
 
 impl PolicyConfig {
     fn classes(&self) -> Vec<PriorityClass> {
-        let class =
-            |class: &ClassConfig| PriorityClass { name: class.name.clone(), from: Priority(class.from), start_within: class.start_within };
+        let class = |class: &ClassConfig| PriorityClass {
+            name: class.name.clone(),
+            from: Priority(class.from),
+            start_within: class.start_within,
+            slo_ttft: class.slo_ttft,
+        };
         self.classes.iter().map(class).collect()
     }
 
@@ -437,6 +454,10 @@ impl EngineKind {
     }
 }
 
+fn some_duration<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {
+    duration(deserializer).map(Some)
+}
+
 fn duration<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
     let text = String::deserialize(deserializer)?;
     humantime::parse_duration(&text).map_err(|error| serde::de::Error::custom(format!("{text:?} is no duration like \"250ms\": {error}")))
@@ -503,6 +524,10 @@ mod tests {
         assert!(too_little.contains("gateway.text_cache_bytes = 1024") && too_little.contains("64KiB"), "{too_little}");
         assert!(error(&format!("[gateway]\nreceive_timeout = \"0s\"\n{ENGINE}")).contains("gateway.receive_timeout"));
         assert!(error(&format!("{ENGINE}[policy]\nindex_snapshot = \"\"\n")).contains("policy.index_snapshot = \"\""));
+        let class = |options: &str| format!("{ENGINE}[[policy.classes]]\nname = \"a\"\nstart_within = \"1s\"\n{options}\n");
+        assert!(error(&class("slo_ttft = \"0s\"")).contains("policy.classes.slo_ttft"));
+        let objective = GatewayConfig::from_toml(&class("slo_ttft = \"300ms\"")).unwrap().policy.router().classes[0].slo_ttft;
+        assert_eq!(objective, Some(Duration::from_millis(300)));
         let key = error(&format!("{ENGINE}key = \"top\\nsecret\"\n"));
         assert!(key.contains("engines.key") && !key.contains("secret"), "{key}");
         assert!(error(&format!("[gateway]\nstall_timeout = \"0s\"\n{ENGINE}")).contains("gateway.stall_timeout"));

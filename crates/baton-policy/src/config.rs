@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use baton_units::{Bytes, Priority};
+use baton_units::{Bytes, DurationMs, Priority};
 use serde::{Deserialize, Serialize};
 
 use crate::PolicyName;
@@ -58,11 +58,14 @@ pub struct PriorityClass {
     /// The prompt starts to be computed within this, or the request is turned away: at once if the router can tell, with the time
     /// after which it would be let in.
     pub start_within: Duration,
+    /// Objective (`price` only): a first token is late after this, and the mean lateness counts above all else. Where not all tails can
+    /// be short, it chooses whose are: a short one keeps replicas free of long prompts, a long one lets all wait a little.
+    pub slo_ttft: Option<Duration>,
 }
 
 impl Default for PriorityClass {
     fn default() -> Self {
-        Self { name: "default".to_owned(), from: Priority(i32::MIN), start_within: Duration::from_secs(30) }
+        Self { name: "default".to_owned(), from: Priority(i32::MIN), start_within: Duration::from_secs(30), slo_ttft: None }
     }
 }
 
@@ -70,6 +73,11 @@ impl RouterConfig {
     /// Place of the class that a priority belongs to; more important than all is in the first.
     pub fn class_of(&self, priority: Priority) -> usize {
         self.classes.iter().rposition(|class| class.from <= priority).unwrap_or(0)
+    }
+
+    /// When a first token is late, in ms; never without an objective.
+    pub(crate) fn slo_ttft_ms(&self, priority: Priority) -> f64 {
+        self.classes[self.class_of(priority)].slo_ttft.map_or(f64::INFINITY, |slo| slo.as_ms())
     }
 }
 

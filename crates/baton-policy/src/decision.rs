@@ -74,11 +74,13 @@ pub struct Terms {
     pub eviction: f64,
     /// Slower tokens of the requests that run there.
     pub decode: f64,
+    /// Lateness beyond what the classes of this request and of those yet to come allow, at the price that the operator's objective has.
+    pub late: f64,
 }
 
 impl Terms {
     pub fn total(&self) -> f64 {
-        self.wait + self.prefill + self.delay + self.memory + self.waste + self.eviction + self.decode
+        self.wait + self.prefill + self.delay + self.memory + self.waste + self.eviction + self.decode + self.late
     }
 }
 

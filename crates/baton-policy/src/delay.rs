@@ -46,6 +46,8 @@ impl Backlog {
 pub(crate) struct Coming<'a> {
     pub(crate) costs: &'a [f64],
     pub(crate) elsewhere: f64,
+    /// It is not late as long as it ends this soon after it came. Zero counts all of its time.
+    pub(crate) in_time_ms: f64,
 }
 
 /// Computes what work on a replica costs those who come later; kept for its memory.
@@ -100,7 +102,9 @@ impl Delays {
         self.add_crowding(share);
     }
 
-    fn integrate<'a>(&mut self, backlogs: &[Backlog], work_ms: &[f64], coming: impl Iterator<Item = Coming<'a>>, share: f64) {
+    /// As [`Self::compute`] without crowding, for arrivals like each of `coming` `share` times a ms. Of those that have time, only what
+    /// comes later counts.
+    pub(crate) fn integrate<'a>(&mut self, backlogs: &[Backlog], work_ms: &[f64], coming: impl Iterator<Item = Coming<'a>>, share: f64) {
         self.by_place.clear();
         self.by_place.resize(backlogs.len(), 0.0);
         self.queues.clear();
@@ -160,6 +164,7 @@ impl Delays {
     /// Adds the integrals for arrivals that are all like `request`.
     fn add(&mut self, request: Coming<'_>) {
         let Self { queues, kept, busy, by_place, small } = self;
+        let area = |flat, falling, from, to| area_beyond(request.in_time_ms, flat, falling, from, to);
         // Whoever is idle no earlier than two others and costs no less is never first nor missed, and most are like that.
         let mut before = TwoLeast { first: request.elsewhere, ..TwoLeast::NONE };
         kept.clear();
@@ -272,6 +277,16 @@ impl TwoLeast {
     }
 }
 
+/// Integral of `max(least, min(flat, falling - t))` over `t` between `from` and `to`; zero when they are in the other order.
+fn area_beyond(least: f64, flat: f64, falling: f64, from: f64, to: f64) -> f64 {
+    if least <= 0.0 || to <= from {
+        return area(flat, falling, from, to);
+    }
+    let reaches = if flat > least { (falling - least).clamp(from, to) } else { from };
+    let rest = if to > reaches { least * (to - reaches) } else { 0.0 };
+    area(flat, falling, from, reaches) + rest
+}
+
 /// Integral of `min(flat, falling - t)` over `t` between `from` and `to`; zero when they are in the other order.
 fn area(flat: f64, falling: f64, from: f64, to: f64) -> f64 {
     if to <= from {
@@ -295,17 +310,17 @@ mod tests {
     }
 
     fn of(backlogs: &[Backlog], work_ms: &[f64], recent: &[Vec<f64>], rate: f64) -> Vec<f64> {
-        let coming = recent.iter().map(|costs| Coming { costs, elsewhere: f64::INFINITY });
+        let coming = recent.iter().map(|costs| Coming { costs, elsewhere: f64::INFINITY, in_time_ms: 0.0 });
         let mut delays = Delays::default();
         delays.compute(backlogs, work_ms, coming, rate);
         delays.by_place
     }
 
     /// The same by the definition: each step of time, each request, each replica.
-    fn by_definition(backlogs: &[Backlog], work_ms: &[f64], recent: &[Vec<f64>], rate: f64) -> Vec<f64> {
+    fn by_definition(backlogs: &[Backlog], work_ms: &[f64], recent: &[Vec<f64>], in_time_ms: f64, rate: f64) -> Vec<f64> {
         let earliest = |fleet: &[Backlog], costs: &[f64], time: f64| {
             let end = |(backlog, cost): (&Backlog, &f64)| (backlog.ms - time).max(0.0).min(backlog.short_wait_ms(*cost)) + cost;
-            fleet.iter().zip(costs).map(end).fold(f64::INFINITY, f64::min)
+            fleet.iter().zip(costs).map(end).fold(f64::INFINITY, f64::min).max(in_time_ms)
         };
         let top = backlogs.iter().zip(work_ms).map(|(backlog, work)| backlog.ms + work).fold(0.0, f64::max);
         let step = top / 20_000.0;
@@ -390,7 +405,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_is_what_the_definition_says((backlogs, work, recent) in fleet(), interleaved in any::<bool>(), idle in 0usize..3) {
+        fn it_is_what_the_definition_says(
+            (backlogs, work, recent) in fleet(),
+            interleaved in any::<bool>(),
+            idle in 0usize..3,
+            in_time_ms in prop_oneof![Just(0.0), 0.0f64..900.0],
+        ) {
             let backlog = |(place, ms): (usize, &f64)| {
                 let ms = if place < idle { 0.0 } else { *ms };
                 let interleaving = Backlog { ms, short_ms: 0.3 * ms, long_chunk_ms: 80.0, has_long: ms > 80.0 };
@@ -398,9 +418,9 @@ mod tests {
             };
             let backlogs: Vec<Backlog> = backlogs.iter().enumerate().map(backlog).collect();
             let mut exact = Delays::default();
-            let coming = recent.iter().map(|costs| Coming { costs, elsewhere: f64::INFINITY });
+            let coming = recent.iter().map(|costs| Coming { costs, elsewhere: f64::INFINITY, in_time_ms });
             exact.integrate(&backlogs, &work, coming, 0.1 / recent.len() as f64);
-            for (got, want) in exact.by_place.iter().zip(by_definition(&backlogs, &work, &recent, 0.1)) {
+            for (got, want) in exact.by_place.iter().zip(by_definition(&backlogs, &work, &recent, in_time_ms, 0.1)) {
                 prop_assert!((got - want).abs() <= 1e-3 * (1.0 + want), "{got} for {want}");
             }
         }

@@ -32,6 +32,8 @@ pub(crate) struct Recent {
     pub(crate) prompt: Tokens,
     /// Blocks that some replica had when it came. The next one like it is as new as it was, whatever is held since.
     pub(crate) known: u32,
+    /// When its first token is late; never without an objective.
+    pub(crate) slo_ttft_ms: f64,
     pub(crate) depths: Vec<u32>,
     /// Of these depths.
     pub(crate) ends: MatchEnds,
@@ -87,11 +89,11 @@ impl Demand {
         self.rate += 1.0 / RATE_TAU_MS;
     }
 
-    pub(crate) fn remember(&mut self, keys: Arc<[BlockKey]>, prompt: Tokens, known: u32) {
+    pub(crate) fn remember(&mut self, keys: Arc<[BlockKey]>, prompt: Tokens, known: u32, slo_ttft_ms: f64) {
         // The oldest one's memory serves the latest.
         let oldest = if self.recent.len() == RECENT { self.recent.pop_front() } else { None };
         let Recent { depths, ends, holders, costs, .. } = oldest.unwrap_or_default();
-        self.recent.push_back(Recent { keys, prompt, known, depths, ends, holders, costs, version: 0 });
+        self.recent.push_back(Recent { keys, prompt, known, slo_ttft_ms, depths, ends, holders, costs, version: 0 });
     }
 
     /// `work_ms` of prefill were sent to a fleet of `replicas`, to a place where they will be done by `done_at`.

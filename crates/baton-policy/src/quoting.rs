@@ -20,6 +20,9 @@ const VICTIMS_MIN: usize = 32;
 /// So long the price of a replica's victims counts. A cache's tail changes more slowly than requests come, and its price more slowly
 /// still.
 const LOSSES_AGE: Duration = Duration::from_millis(500);
+/// A ms of lateness beyond an objective weighs as much as this many within it: enough that the objective decides where it can, and what
+/// is alike by it is chosen as without one.
+const LATE_WEIGHT: f64 = 100.0;
 /// Chance that a hit is real on a replica whose events have a gap.
 const DOUBTFUL_HIT: f64 = 0.5;
 
@@ -32,6 +35,7 @@ pub(crate) struct Scratch {
     backlogs: Vec<Backlog>,
     work_ms: Vec<f64>,
     delays: Delays,
+    lateness: Delays,
     costs: Vec<f64>,
     /// Depths of one of the window's requests before they changed.
     former: Vec<u32>,
@@ -142,6 +146,7 @@ impl Router {
             self.gather_recent(candidates);
             self.price_delay(candidates.len());
         }
+        self.price_lateness(arrival, candidates);
         let least = |term: fn(&Terms) -> f64| candidates.iter().map(|candidate| term(&candidate.terms)).fold(f64::INFINITY, f64::min);
         let (least_wait, least_prefill) = (least(|terms| terms.wait), least(|terms| terms.prefill));
         for (place, candidate) in candidates.iter_mut().enumerate() {
@@ -303,8 +308,35 @@ impl Router {
 
     fn price_delay(&mut self, candidates: usize) {
         let Scratch { backlogs, work_ms, delays, costs, elsewhere, .. } = &mut self.scratch;
-        let coming = costs.chunks_exact(candidates).zip(&*elsewhere).map(|(costs, &elsewhere)| Coming { costs, elsewhere });
+        let rows = costs.chunks_exact(candidates).zip(&*elsewhere);
+        let coming = rows.map(|(costs, &elsewhere)| Coming { costs, elsewhere, in_time_ms: 0.0 });
         delays.compute(backlogs, work_ms, coming, self.demand.rate());
+    }
+
+    /// Lateness of the request itself and of those who come later, where their classes have an objective.
+    fn price_lateness(&mut self, arrival: &Arrival, candidates: &mut [Candidate]) {
+        if self.config.classes.iter().all(|class| class.slo_ttft.is_none()) {
+            return;
+        }
+        let slo_ms = self.config.slo_ttft_ms(arrival.priority);
+        for candidate in &mut *candidates {
+            candidate.terms.late = LATE_WEIGHT * (candidate.terms.wait + candidate.terms.prefill - slo_ms).max(0.0);
+        }
+        if self.config.weights.delay <= 0.0 {
+            return;
+        }
+        let Scratch { backlogs, work_ms, lateness, costs, elsewhere, .. } = &mut self.scratch;
+        let rows = costs.chunks_exact(candidates.len()).zip(&*elsewhere).zip(&self.demand.recent);
+        let coming = rows.filter(|(_, recent)| recent.slo_ttft_ms.is_finite()).map(|((costs, &elsewhere), recent)| Coming {
+            costs,
+            elsewhere,
+            in_time_ms: recent.slo_ttft_ms,
+        });
+        let share = self.demand.rate() / self.demand.recent.len().max(1) as f64;
+        lateness.integrate(backlogs, work_ms, coming, share);
+        for (place, candidate) in candidates.iter_mut().enumerate() {
+            candidate.terms.late += LATE_WEIGHT * lateness.at(place);
+        }
     }
 
     /// What a copy of `work_ms` on the candidate at `place` costs those who come later; after [`Self::quote`].

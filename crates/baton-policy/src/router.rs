@@ -269,7 +269,8 @@ impl Router {
             None => self.hold_or_shed(&arrival, class, 0.0, self.cold_ms(&arrival), now),
         };
         let known = self.scratch.depths.iter().copied().max().unwrap_or(0);
-        self.demand.remember(arrival.keys, arrival.prompt, known);
+        let slo_ttft_ms = self.config.slo_ttft_ms(arrival.priority);
+        self.demand.remember(arrival.keys, arrival.prompt, known, slo_ttft_ms);
         verdict
     }
 

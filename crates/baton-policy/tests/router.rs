@@ -50,7 +50,12 @@ fn router(policy: PolicyName, weights: PriceWeights, replicas: u32) -> Router {
 }
 
 fn class(from: i32, start_within_s: f64) -> PriorityClass {
-    PriorityClass { name: format!("from {from}"), from: Priority(from), start_within: Duration::from_secs_f64(start_within_s) }
+    PriorityClass {
+        name: format!("from {from}"),
+        from: Priority(from),
+        start_within: Duration::from_secs_f64(start_within_s),
+        slo_ttft: None,
+    }
 }
 
 fn keys(text: u32, tokens: u32) -> Arc<[BlockKey]> {

@@ -19,7 +19,7 @@ const WINDOW_S: f64 = 5.0;
 const RETURNS_SHARE: f64 = 0.25;
 
 fn class(name: &str, from: i32, start_within: Duration) -> PriorityClass {
-    PriorityClass { name: name.to_owned(), from: Priority(from), start_within }
+    PriorityClass { name: name.to_owned(), from: Priority(from), start_within, slo_ttft: None }
 }
 
 fn scenario(engine: EngineModel, rate_per_s: f64, requests: f64, start_within: Duration, seed: u64) -> Scenario {

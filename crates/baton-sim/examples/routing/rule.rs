@@ -1,6 +1,6 @@
 //! What chooses: the policies, `price` without some of its terms, and references.
 
-use std::{fmt, str::FromStr};
+use std::{fmt, str::FromStr, time::Duration};
 
 use baton_policy::{PolicyName, PriceWeights, RouterConfig};
 use baton_sim::{Parted, Scenario};
@@ -17,6 +17,8 @@ pub(crate) enum Rule {
     PriceWithout(Vec<Part>),
     /// The request's own wait and prefill, and nothing else: `own-cost`.
     OwnCost,
+    /// `price` with an objective, after so many ms a first token is late: `price-slo-2500`.
+    PriceSlo(u64),
     /// `own-cost` on a fleet parted by prompt length, the first `k` replicas for short prompts: `sita-k`. A reference.
     Sita(usize),
 }
@@ -70,6 +72,7 @@ impl Rule {
         let mut router = RouterConfig { decisions_kept: 0, ..RouterConfig::default() };
         match self {
             Self::Policy(policy) => router.policy = *policy,
+            Self::PriceSlo(ms) => router.classes[0].slo_ttft = Some(Duration::from_millis(*ms)),
             Self::PriceWithout(parts) => parts.iter().for_each(|part| part.take_from(&mut router)),
             Self::OwnCost | Self::Sita(_) => {
                 router.weights = PriceWeights { delay: 0.0, eviction: 0.0, memory: 0.0, waste: 0.0, decode: 0.0 };
@@ -92,6 +95,7 @@ impl fmt::Display for Rule {
         let name = |part: &Part| Part::ALL.iter().find(|(known, _)| known == part).map_or("", |(_, name)| name);
         f.pad(&match self {
             Self::Policy(policy) => policy.to_string(),
+            Self::PriceSlo(ms) => format!("price-slo-{ms}"),
             Self::PriceWithout(parts) => format!("price-no-{}", parts.iter().map(name).collect::<Vec<_>>().join("+")),
             Self::OwnCost => "own-cost".to_owned(),
             Self::Sita(replicas) => format!("sita-{replicas}"),
@@ -107,6 +111,9 @@ impl FromStr for Rule {
         if let Some(parts) = name.strip_prefix("price-no-") {
             let part = |name: &str| Part::ALL.iter().find(|(_, known)| *known == name).map(|(part, _)| *part).ok_or_else(unknown);
             return parts.split('+').map(part).collect::<Result<_, _>>().map(Self::PriceWithout);
+        }
+        if let Some(ms) = name.strip_prefix("price-slo-") {
+            return ms.parse().map(Self::PriceSlo).map_err(|_| unknown());
         }
         if let Some(replicas) = name.strip_prefix("sita-") {
             return replicas.parse().map(Self::Sita).map_err(|_| unknown());
