@@ -168,6 +168,7 @@ async fn main() {
                 told += batch.events.len() as u64 * u64::from(CHAIN);
                 assert_eq!(placements.kv_events(publisher.id, LIFE, batch).await, Applied::Ok);
             } else {
+                // A row without events: only until its time is over.
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         }

@@ -351,7 +351,7 @@ impl Fleet {
         self.release_held(&mut placement, now);
         drop(placement);
         match restored {
-            Some((Ok(()), age)) => tracing::info!(replica = %spec.id, ?age, "index restored from the snapshot"),
+            Some((Ok(()), age)) => tracing::info!(replica = %spec.id, ?age, "index is restored from the snapshot"),
             Some((Err(error), _)) => tracing::warn!(replica = %spec.id, %error, "index not restored from the snapshot"),
             None => {}
         }
