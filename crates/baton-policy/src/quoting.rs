@@ -211,19 +211,20 @@ impl Router {
     /// before each next one of a running stream counts like a millisecond before a first one. Numbers of tokens are the mean of what
     /// ended before.
     fn decode_delay_ms(&self, replica: &Replica, arrival: &Arrival, prefill_ms: f64) -> f64 {
+        if replica.decoding == 0 {
+            return 0.0;
+        }
+        let context = u64::from(arrival.prompt.0);
+        let output = self.mean_output.min(arrival.max_output.map_or(f64::INFINITY, Tokens::as_f64));
+        let slower = replica.decode_step_ms(1, context) - replica.decode_step_ms(0, 0);
+        self.prefill_in_decode_ms(replica, prefill_ms + slower * output)
+    }
+
+    /// The same, of `ms` that are put between the steps of the replica's streams.
+    pub(crate) fn prefill_in_decode_ms(&self, replica: &Replica, ms: f64) -> f64 {
         match replica.spec.discipline {
             Discipline::Serial => 0.0,
-            Discipline::Chunked { .. } | Discipline::Interleaved { .. } => {
-                let residents = f64::from(replica.decoding);
-                if replica.decoding == 0 {
-                    return 0.0;
-                }
-                let context = u64::from(arrival.prompt.0);
-                let output = self.mean_output.min(arrival.max_output.map_or(f64::INFINITY, Tokens::as_f64));
-                let joined = replica.decode_step_ms(1, context);
-                let slower = joined - replica.decode_step_ms(0, 0);
-                residents * (prefill_ms + slower * output) / self.mean_output.max(1.0)
-            }
+            Discipline::Chunked { .. } | Discipline::Interleaved { .. } => f64::from(replica.decoding) * ms / self.mean_output.max(1.0),
         }
     }
 

@@ -643,7 +643,9 @@ impl Router {
         let work = replica.prefill_ms(Blocks(blocks as u32).to_tokens(size), Blocks(self.depth(to)).to_tokens(size));
         let shadow = self.config.weights.waste * self.demand.shadow_price();
         let eviction = self.config.weights.eviction * (1.0 + shadow) * evicted;
-        let price = shadow * work + self.config.weights.delay * self.delay_of_copy_ms(target, work) + eviction;
+        // A copy is a request of one token: it slows those who decode there by its prefill alone.
+        let decode = self.config.weights.decode * self.prefill_in_decode_ms(replica, work);
+        let price = shadow * work + self.config.weights.delay * self.delay_of_copy_ms(target, work) + decode + eviction;
         if paid < price {
             return None;
         }

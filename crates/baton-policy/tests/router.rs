@@ -7,8 +7,8 @@ use std::{sync::Arc, time::Duration};
 use baton_cost::{StepCoefficients, StepLoad};
 use baton_kv::{BlockKey, EngineHash, KeyDomain, KvEvent, KvEventBatch, Matched, Snapshot, SnapshotError, chain_keys};
 use baton_policy::{
-    Arrival, Discipline, LoadReport, Outcome, PolicyName, PriceWeights, PriorityClass, Refusal, ReplicaSpec, ReplicaState, Router,
-    RouterConfig, Verdict,
+    Arrival, Discipline, LoadReport, Outcome, PolicyName, PrefixCopy, PriceWeights, PriorityClass, Refusal, ReplicaSpec, ReplicaState,
+    Router, RouterConfig, Verdict,
 };
 use baton_units::{BlockSize, Blocks, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
 use proptest::prelude::*;
@@ -494,10 +494,8 @@ fn sessions_stay_and_start_where_fewest_live() {
     }
 }
 
-#[test]
-fn a_shared_prefix_under_load_is_copied_and_the_copy_is_booked_and_let_go() {
-    let mut router = router(PolicyName::Price, PriceWeights::default(), 3);
-    let in_flight = |router: &Router| router.fleet(ms(900.0)).iter().map(|replica| replica.in_flight).sum::<u32>();
+/// Forty requests that share 4,096 tokens, faster than one replica takes them; the copies that they buy.
+fn shared_burst(router: &mut Router, from_ms: f64) -> Vec<PrefixCopy> {
     let root = KeyDomain { model: "", adapter: None, salt: None }.root();
     let shared = |own: u32| -> Arc<[BlockKey]> {
         let tokens: Vec<u32> = (0..4096).chain((0..320).map(|place| 1_000_000 + own * 1000 + place)).collect();
@@ -506,14 +504,22 @@ fn a_shared_prefix_under_load_is_copied_and_the_copy_is_booked_and_let_go() {
     let mut copies = Vec::new();
     for request in 0..40 {
         // The first two make the prefix and its branch; the others come faster than one replica takes them.
-        let at = if request < 2 { 300.0 * request as f64 } else { 600.0 + 6.0 * request as f64 };
+        let at = from_ms + if request < 2 { 300.0 * request as f64 } else { 600.0 + 6.0 * request as f64 };
         let wanted = Arrival { keys: shared(request as u32), ..arrival(request, 0, 4416) };
         let Verdict::Run(placed) = router.place(wanted, ms(at)) else { panic!("placed") };
         copies.extend(placed.copy);
         if request < 2 {
-            end(&mut router, request, ms(at + 200.0));
+            end(router, request, ms(at + 200.0));
         }
     }
+    copies
+}
+
+#[test]
+fn a_shared_prefix_under_load_is_copied_and_the_copy_is_booked_and_let_go() {
+    let mut router = router(PolicyName::Price, PriceWeights::default(), 3);
+    let in_flight = |router: &Router| router.fleet(ms(900.0)).iter().map(|replica| replica.in_flight).sum::<u32>();
+    let copies = shared_burst(&mut router, 0.0);
     let copy = copies.first().expect("the queue's rent has bought a copy");
     assert_eq!(copy.blocks, 256);
     assert_eq!(in_flight(&router) as usize, 38 + copies.len());
@@ -521,6 +527,26 @@ fn a_shared_prefix_under_load_is_copied_and_the_copy_is_booked_and_let_go() {
         router.finished(copy.request, Outcome::Cancelled, None, ms(900.0));
     }
     assert_eq!(in_flight(&router), 38);
+}
+
+#[test]
+fn a_copy_is_not_bought_at_the_cost_of_those_who_decode_where_it_would_go() {
+    const RESIDENTS: u64 = 480;
+    let copies = |decode: f64| {
+        let mut router = router(PolicyName::Price, PriceWeights { decode, ..PriceWeights::default() }, 0);
+        for id in 0..3 {
+            let discipline = Discipline::Chunked { budget: Tokens(2048) };
+            router.upsert_replica(ReplicaSpec { discipline, max_running: 512, kv_blocks: Blocks(20_000), ..spec(id) }, Time::ZERO);
+        }
+        // The shared prefix lands on replica 0, which is idle; the streams of the others go on.
+        for request in 1000..1000 + RESIDENTS {
+            send(&mut router, request, request as u32, 64, 1 + request as u32 % 2, 3, ms(100.0 * (request - 1000) as f64));
+            router.first_token(RequestId(request), None, ms(100.0 * (request - 1000) as f64 + 20.0));
+        }
+        shared_burst(&mut router, 1e5).len()
+    };
+    assert!(copies(0.0) > 0, "the queue would buy one");
+    assert_eq!(copies(1.0), 0);
 }
 
 #[test]
