@@ -38,8 +38,11 @@ pub(crate) struct Chains {
     order: VecDeque<(Time, ChainId)>,
     /// By the replica's index: chains and expected final blocks.
     alive: Vec<Alive>,
+    idle: Idle,
     continued: f64,
     ended: f64,
+    /// What the chains that are idle count for among the ended ones: each the share of the age at which it will be let go.
+    ending: f64,
     final_blocks: f64,
 }
 
@@ -59,10 +62,32 @@ struct Alive {
     blocks: f64,
 }
 
+/// Chains that are idle, and the sum of the times since which they are.
+#[derive(Debug, Clone, Copy, Default)]
+struct Idle {
+    chains: u32,
+    since_ms: f64,
+}
+
+impl Idle {
+    fn age_ms(self, now: Time) -> f64 {
+        (f64::from(self.chains) * now.as_ms() - self.since_ms).max(0.0)
+    }
+}
+
 impl Default for Chains {
     fn default() -> Self {
         // One chain that went on and one that did not: until more is known, a request without a session is not taken for a start.
-        Self { known: HashMap::default(), order: VecDeque::new(), alive: Vec::new(), continued: 1.0, ended: 1.0, final_blocks: 0.0 }
+        Self {
+            known: HashMap::default(),
+            order: VecDeque::new(),
+            alive: Vec::new(),
+            idle: Idle::default(),
+            continued: 1.0,
+            ended: 1.0,
+            ending: 0.0,
+            final_blocks: 0.0,
+        }
     }
 }
 
@@ -109,10 +134,9 @@ impl Chains {
 
     /// Lets chains go that were idle for longer than `age`: they will not go on.
     pub(crate) fn expire(&mut self, age: Duration, now: Time) {
-        while let Some(&(since, id)) = self.order.front() {
-            if now.since(since) <= age {
-                return;
-            }
+        while let Some(&(since, id)) = self.order.front()
+            && now.since(since) > age
+        {
             self.order.pop_front();
             if self.known.get(&id).is_some_and(|chain| chain.idle_since == Some(since))
                 && let Some(chain) = self.take(id)
@@ -124,6 +148,9 @@ impl Chains {
                 }
             }
         }
+        // A chain of which nothing was seen yet says as much as its silence is long; those that wait for their age to pass would
+        // otherwise look alive for as long as the first of them, which for requests that are all alone is a whole age.
+        self.ending = self.idle.age_ms(now) / (age.as_secs_f64() * 1e3);
     }
 
     /// Blocks that the live chains of a replica are expected to want.
@@ -131,9 +158,9 @@ impl Chains {
         self.continues() * self.alive.get(replica.index()).map_or(0.0, |alive| alive.blocks)
     }
 
-    /// Share of chains that went on.
+    /// Share of chains that go on.
     pub(crate) fn continues(&self) -> f64 {
-        self.continued / (self.continued + self.ended)
+        self.continued / (self.continued + self.ended + self.ending)
     }
 
     /// Chains that were on the replica last and are alive.
@@ -152,6 +179,10 @@ impl Chains {
         let alive = &mut self.alive[place];
         alive.chains += 1;
         alive.blocks += chain.booked;
+        if let Some(since) = chain.idle_since {
+            self.idle.chains += 1;
+            self.idle.since_ms += since.as_ms();
+        }
         self.known.insert(id, chain);
     }
 
@@ -161,6 +192,54 @@ impl Chains {
             alive.chains -= 1;
             alive.blocks = if alive.chains == 0 { 0.0 } else { alive.blocks - chain.booked };
         }
+        if let Some(since) = chain.idle_since {
+            self.idle.chains -= 1;
+            self.idle.since_ms = if self.idle.chains == 0 { 0.0 } else { self.idle.since_ms - since.as_ms() };
+        }
         Some(chain)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const AGE: Duration = Duration::from_secs(30);
+
+    fn at(seconds: f64) -> Time {
+        Time::from_ms(seconds * 1e3)
+    }
+
+    /// A chain's first request, which ends at `seconds`.
+    fn single(chains: &mut Chains, key: u64, seconds: f64) {
+        let keys = [BlockKey(key)];
+        chains.extend(None, None, &keys, ReplicaId(0));
+        chains.end(None, &keys, &keys, at(seconds));
+    }
+
+    #[test]
+    fn chains_that_are_silent_count_as_ended_by_the_share_of_their_age() {
+        let mut chains = Chains::default();
+        (0..100).for_each(|key| single(&mut chains, key, 0.0));
+        chains.expire(AGE, at(0.0));
+        assert_eq!(chains.continues(), 0.5, "nothing is known yet");
+        chains.expire(AGE, at(15.0));
+        assert_eq!(chains.continues(), 1.0 / 52.0);
+        chains.expire(AGE, at(31.0));
+        assert_eq!(chains.continues(), 1.0 / 102.0, "all have ended, and none counts twice");
+        assert_eq!(chains.blocks_wanted(ReplicaId(0)), 0.0);
+    }
+
+    #[test]
+    fn chains_that_go_on_count_no_more_as_silent() {
+        let mut chains = Chains::default();
+        for step in 0..100 {
+            let id = (step > 0).then_some(ChainId::End(BlockKey(step)));
+            let keys = [BlockKey(step + 1)];
+            chains.extend(id, None, &keys, ReplicaId(0));
+            chains.end(None, &keys, &keys, at(step as f64));
+        }
+        chains.expire(AGE, at(99.0));
+        assert_eq!(chains.continues(), 100.0 / 101.0);
     }
 }
