@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use baton_cost::StepLoad;
+use baton_cost::{StepCoefficients, StepLoad};
 use baton_units::{Blocks, DurationMs, ReplicaId, RequestId, Time, Tokens};
 
 use crate::{Discipline, LoadReport, ReplicaSpec, ReplicaState, delay::Backlog, ledger::Ledger};
@@ -55,6 +55,29 @@ impl std::ops::Index<ReplicaId> for Replicas {
 
     fn index(&self, id: ReplicaId) -> &Replica {
         self.get(id).expect("a replica that is asked for by index is there")
+    }
+}
+
+/// The prefill that was worked out last. A long prompt has many chunks, and a fleet has many engines that are alike and hold none of it.
+#[derive(Debug, Default)]
+pub(crate) struct LastPrefill(Option<(StepCoefficients, Discipline, Tokens, Tokens, f64)>);
+
+impl LastPrefill {
+    /// As [`Replica::prefill_ms`].
+    pub(crate) fn ms(&mut self, replica: &Replica, prompt: Tokens, hit: Tokens) -> f64 {
+        let ReplicaSpec { step, discipline, .. } = replica.spec;
+        match self.0 {
+            Some((its_step, its_discipline, its_prompt, its_hit, ms))
+                if (its_prompt, its_hit, its_discipline) == (prompt, hit, discipline) && its_step == step =>
+            {
+                ms
+            }
+            _ => {
+                let ms = replica.prefill_ms(prompt, hit);
+                self.0 = Some((step, discipline, prompt, hit, ms));
+                ms
+            }
+        }
     }
 }
 

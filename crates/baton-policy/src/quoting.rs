@@ -6,7 +6,7 @@ use crate::{
     Arrival, Discipline, Terms,
     chains::ChainId,
     delay::{Backlog, Coming, Delays},
-    fleet::{Losses, Replica},
+    fleet::{LastPrefill, Losses, Replica},
     policy::Candidate,
     router::Router,
 };
@@ -40,6 +40,7 @@ pub(crate) struct Scratch {
     /// Depths of one of the window's requests before they changed.
     former: Vec<u32>,
     elsewhere: Vec<f64>,
+    last_prefill: LastPrefill,
     /// Backlogs of eligible replicas that are not priced in full, by their index; infinite for all else. Empty when there are none.
     others: Vec<f64>,
     /// Not the home, own cost, a draw, place.
@@ -116,7 +117,10 @@ impl Router {
     fn own_terms(&mut self, arrival: &Arrival, id: ReplicaId, now: Time) -> Candidate {
         let replica = &self.replicas[id];
         let hit = replica.hit_tokens(self.depth(id), arrival.prompt);
-        let prefill = self.expected_prefill_ms(replica, arrival.prompt, hit);
+        let mut prefill = self.scratch.last_prefill.ms(replica, arrival.prompt, hit);
+        if hit.0 > 0 && self.index.doubtful(id) {
+            prefill = DOUBTFUL_HIT * prefill + (1.0 - DOUBTFUL_HIT) * replica.prefill_ms(arrival.prompt, Tokens::ZERO);
+        }
         let backlog = replica.backlog();
         let wait = backlog.wait_ms(prefill).max(self.memory_wait_ms(replica, arrival, now));
         let candidate = Candidate {
@@ -165,14 +169,6 @@ impl Router {
     /// Depth of the prefix of the request being quoted, in blocks.
     pub(crate) fn depth(&self, id: ReplicaId) -> u32 {
         self.scratch.depths.get(id.index()).copied().unwrap_or(0)
-    }
-
-    fn expected_prefill_ms(&self, replica: &Replica, prompt: Tokens, hit: Tokens) -> f64 {
-        let with_hit = replica.prefill_ms(prompt, hit);
-        if hit.0 > 0 && self.index.doubtful(replica.spec.id) {
-            return DOUBTFUL_HIT * with_hit + (1.0 - DOUBTFUL_HIT) * replica.prefill_ms(prompt, Tokens::ZERO);
-        }
-        with_hit
     }
 
     /// Share of the replica's memory that its live sessions will want.
@@ -239,7 +235,7 @@ impl Router {
             return 0.0;
         }
         let held = self.depth(replica.spec.id) as usize;
-        let shared = self.index.pinned_prefix(replica.spec.id, &arrival.keys, held) as u32;
+        let shared = if held == 0 { 0 } else { self.index.pinned_prefix(replica.spec.id, &arrival.keys, held) as u32 };
         let mut missing = needed.saturating_sub(free).saturating_sub(Blocks(shared));
         if slots && missing == Blocks::ZERO {
             return 0.0;
@@ -269,7 +265,7 @@ impl Router {
 
     /// Costs of the window's requests on the candidates, one row a request; rows are computed again where the index changed.
     fn gather_recent(&mut self, candidates: &[Candidate]) {
-        let Scratch { costs, elsewhere, others, former, .. } = &mut self.scratch;
+        let Scratch { costs, elsewhere, others, former, last_prefill, .. } = &mut self.scratch;
         let least_busy = others.iter().enumerate().min_by(|a, b| a.1.total_cmp(b.1)).map(|(place, _)| ReplicaId(place as u32));
         costs.clear();
         elsewhere.clear();
@@ -288,17 +284,17 @@ impl Router {
                     recent.costs.resize(self.replicas.places(), f64::NAN);
                 }
             }
-            costs.extend(candidates.iter().map(|candidate| recent.cost_ms(candidate.replica, &self.replicas)));
+            costs.extend(candidates.iter().map(|candidate| recent.cost_ms(candidate.replica, &self.replicas, last_prefill)));
             // Of the others, the first that will be free and those that have something of it; where all have, some.
             let mut best = f64::INFINITY;
             if let Some(id) = least_busy {
-                best = others[id.index()] + recent.cost_ms(id, &self.replicas);
+                best = others[id.index()] + recent.cost_ms(id, &self.replicas, last_prefill);
                 let count = recent.holders.len();
                 let mut at = self.rng.usize(..count.max(1));
                 for _ in 0..count.min(PRICED_MAX) {
                     let id = recent.holders[at];
                     if others[id.index()] < best {
-                        best = best.min(others[id.index()] + recent.cost_ms(id, &self.replicas));
+                        best = best.min(others[id.index()] + recent.cost_ms(id, &self.replicas, last_prefill));
                     }
                     at = if at + 1 == count { 0 } else { at + 1 };
                 }
