@@ -14,12 +14,20 @@
 //! The finish is an entry of its own at the next index, so that a finish that races a move needs no case.
 
 mod message;
+mod ownership;
 mod register;
 mod seat;
+mod seats;
+mod timing;
+mod watch;
 
 #[cfg(test)]
 mod checker;
 
 pub use message::{Entry, Phase, Place, Tag, ToGateway, ToPeer, ToSeat};
+pub use ownership::{Ownership, OwnershipInput, OwnershipOutput};
 pub use register::{Register, RegisterOutput};
 pub use seat::{Holding, Kv, Seat, SeatOutput, Work};
+pub use seats::{GatewayName, RequestName, Seats, SeatsInput, SeatsOutput};
+pub use timing::Timing;
+pub use watch::{Beat, Suspicion, Watch};

@@ -2,7 +2,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{
     Place, Tag,
-    message::{Entry, ToGateway, ToSeat},
+    message::{Entry, Phase, ToGateway, ToSeat},
 };
 
 /// The gateway's record of one request: who owns it, and which entries of whom its client may get.
@@ -211,6 +211,26 @@ impl<E: Entry> Register<E> {
         } else {
             live.start()
         })
+    }
+
+    /// A replica that attached, or that answers again, holds this.
+    pub fn holds(&mut self, from: Place, phase: Phase, tag: Tag, out: &mut Vec<RegisterOutput<E>>) {
+        let Some(live) = &self.live else {
+            self.stop(from, Tag::ALL, out);
+            return;
+        };
+        let comes = live.attempt.is_some_and(|open| open.target == from && open.tag == tag);
+        if live.owner == from {
+            // Another tag than the owner's goes when the owner starts.
+            out.extend(self.keep().filter(|_| tag == live.epoch || !phase.is_arriving()));
+        } else if !comes && (live.started || phase.is_arriving()) {
+            self.stop(from, tag, out);
+        }
+    }
+
+    /// Whether [`Self::unanswered`] has something.
+    pub fn is_waiting(&self) -> bool {
+        !self.stops.is_empty() || self.live.as_ref().is_some_and(|live| !live.started || live.attempt.is_some())
     }
 
     /// What the other side may have missed: the same again does no harm.

@@ -215,6 +215,15 @@ impl<E: Entry> Seat<E> {
         }
     }
 
+    /// Whether [`Self::unanswered`] has something.
+    pub fn is_waiting(&self) -> bool {
+        self.holding.as_ref().is_some_and(|holding| match holding.phase {
+            Phase::Running => holding.entries.len() as u32 > holding.acked,
+            Phase::Preparing => false,
+            Phase::Copying | Phase::Frozen | Phase::Asking | Phase::Reclaiming | Phase::Prepared | Phase::Withdrawing => true,
+        })
+    }
+
     /// What the other side may have missed: the same again does no harm.
     pub fn unanswered(&self) -> Vec<SeatOutput<E>> {
         let Some(holding) = &self.holding else { return Vec::new() };

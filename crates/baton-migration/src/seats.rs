@@ -1,0 +1,344 @@
+use std::{
+    collections::{BTreeMap, VecDeque},
+    fmt,
+    time::Duration,
+};
+
+use baton_units::Time;
+
+use crate::{Entry, Phase, Place, Seat, SeatOutput, Tag, Timing, ToGateway, ToPeer, ToSeat, Work, timing::Repeat};
+
+/// One life of one gateway.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct GatewayName {
+    pub id: u64,
+    pub incarnation: u64,
+}
+
+/// A request, named by the gateway that admitted it; a client's own id may collide, and is only an attribute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RequestName {
+    pub gateway: GatewayName,
+    pub sequence: u64,
+}
+
+impl fmt::Display for RequestName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:x}.{:x}.{}", self.gateway.id, self.gateway.incarnation, self.sequence)
+    }
+}
+
+/// Something that happened to a replica.
+#[derive(Debug, Clone)]
+pub enum SeatsInput<E> {
+    /// A gateway's connection is there; the older one of the same gateway is gone, and so are older lives of that gateway.
+    Attached {
+        gateway: GatewayName,
+    },
+    /// A heartbeat was answered.
+    Leased {
+        gateway: GatewayName,
+        sequence: u64,
+    },
+    FromGateway {
+        request: RequestName,
+        message: ToSeat<E>,
+    },
+    FromPeer {
+        request: RequestName,
+        from: Place,
+        message: ToPeer<E>,
+    },
+    /// The engine computed the request's next entry.
+    Computed {
+        request: RequestName,
+        entry: E,
+    },
+    /// The engine froze the request at the end of a step, as [`Work::Copy`] wants.
+    Frozen {
+        request: RequestName,
+    },
+    /// The copy cannot go on: the link is lost, the target refuses, or the request was preempted.
+    CopyFailed {
+        request: RequestName,
+    },
+    /// The moment of [`Seats::poll_timeout`] has passed.
+    Timeout,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SeatsOutput<E> {
+    Heartbeat {
+        gateway: GatewayName,
+        sequence: u64,
+    },
+    /// After a gateway attached or answers again: what is held for it. The gateway says for each whether to keep or stop it.
+    Holds {
+        request: RequestName,
+        phase: Phase,
+        tag: Tag,
+        entries: u32,
+    },
+    ToGateway {
+        request: RequestName,
+        message: ToGateway<E>,
+    },
+    ToPeer {
+        request: RequestName,
+        to: Place,
+        message: ToPeer<E>,
+    },
+    Work {
+        request: RequestName,
+        work: Work,
+    },
+}
+
+/// All that one life of a replica holds of requests, with its gateways' leases and its timers.
+#[derive(Debug)]
+pub struct Seats<E> {
+    place: Place,
+    timing: Timing,
+    gateways: BTreeMap<GatewayName, Lease>,
+    requests: BTreeMap<RequestName, Held<E>>,
+    outputs: VecDeque<SeatsOutput<E>>,
+}
+
+/// What a gateway's requests may do. It counts from when the answered heartbeat was sent, so that no delay makes it longer.
+#[derive(Debug)]
+struct Lease {
+    answered: Time,
+    /// Heartbeats without an answer, oldest first.
+    sent: VecDeque<(u64, Time)>,
+    sequence: u64,
+    next: Time,
+    standing: Standing,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Standing {
+    Valid,
+    Stopped,
+    Freed,
+}
+
+#[derive(Debug)]
+struct Held<E> {
+    seat: Seat<E>,
+    repeat: Repeat,
+    /// When the phase began, or the seat became empty.
+    since: Time,
+    phase: Option<Phase>,
+}
+
+impl<E: Entry> Seats<E> {
+    pub fn new(place: Place, timing: Timing) -> Self {
+        Self { place, timing, gateways: BTreeMap::new(), requests: BTreeMap::new(), outputs: VecDeque::new() }
+    }
+
+    pub fn place(&self) -> Place {
+        self.place
+    }
+
+    pub fn seat(&self, request: RequestName) -> Option<&Seat<E>> {
+        self.requests.get(&request).map(|held| &held.seat)
+    }
+
+    /// Requests of which something is held.
+    pub fn holdings(&self) -> impl Iterator<Item = RequestName> {
+        self.requests.iter().filter(|(_, held)| held.seat.holding().is_some()).map(|(name, _)| *name)
+    }
+
+    /// Drain [`Self::poll`] after each call.
+    pub fn handle(&mut self, input: SeatsInput<E>, now: Time) {
+        // First what the time says: after a suspension nothing computes on a lease that has run out.
+        self.look_at_leases(now);
+        match input {
+            SeatsInput::Attached { gateway } => self.attach(gateway, now),
+            SeatsInput::Leased { gateway, sequence } => self.lease(gateway, sequence),
+            SeatsInput::FromGateway { request, message } => {
+                self.with_seat(request, now, |seat, out| seat.handle(message, out));
+            }
+            SeatsInput::FromPeer { request, from, message } => {
+                self.with_seat(request, now, |seat, out| seat.handle_peer(from, message, out));
+            }
+            SeatsInput::Computed { request, entry } => self.with_seat(request, now, |seat, out| seat.output(entry, out)),
+            SeatsInput::Frozen { request } => self.with_seat(request, now, Seat::frozen),
+            SeatsInput::CopyFailed { request } => self.with_seat(request, now, Seat::abort),
+            SeatsInput::Timeout => self.look_at_requests(now),
+        }
+    }
+
+    pub fn poll(&mut self) -> Option<SeatsOutput<E>> {
+        self.outputs.pop_front()
+    }
+
+    pub fn poll_timeout(&self) -> Time {
+        let leases = self.gateways.values().map(|lease| lease.next.min(lease.ends(&self.timing)));
+        let requests = self.requests.values().map(|held| held.due(&self.timing));
+        leases.chain(requests).min().unwrap_or(Time::NEVER)
+    }
+
+    fn attach(&mut self, gateway: GatewayName, now: Time) {
+        // What an older life of the same gateway left can be asked for by nobody.
+        let older: Vec<RequestName> = self
+            .requests
+            .keys()
+            .filter(|name| name.gateway.id == gateway.id && name.gateway.incarnation != gateway.incarnation)
+            .copied()
+            .collect();
+        for request in older {
+            self.with_seat(request, now, Seat::lapse);
+        }
+        self.gateways.retain(|name, _| name.id != gateway.id || name.incarnation == gateway.incarnation);
+        let lease = self.gateways.entry(gateway).or_insert_with(|| Lease::new(now));
+        lease.next = now;
+        self.tell_holdings(gateway);
+        self.look_at_leases(now);
+    }
+
+    fn lease(&mut self, gateway: GatewayName, sequence: u64) {
+        let Some(lease) = self.gateways.get_mut(&gateway) else { return };
+        while let Some(&(number, sent)) = lease.sent.front().filter(|(number, _)| *number <= sequence) {
+            lease.sent.pop_front();
+            if number == sequence {
+                lease.answered = lease.answered.max(sent);
+            }
+        }
+        if lease.standing != Standing::Valid {
+            lease.standing = Standing::Valid;
+            self.tell_holdings(gateway);
+        }
+    }
+
+    fn tell_holdings(&mut self, gateway: GatewayName) {
+        let held = self.requests.iter().filter(|(name, _)| name.gateway == gateway);
+        self.outputs.extend(held.filter_map(|(request, held)| {
+            let holding = held.seat.holding()?;
+            let (phase, tag, entries) = (holding.phase, holding.tag, holding.entries.len() as u32);
+            Some(SeatsOutput::Holds { request: *request, phase, tag, entries })
+        }));
+    }
+
+    /// Sends heartbeats, and ends what leases do not cover any more.
+    fn look_at_leases(&mut self, now: Time) {
+        let mut ended = Vec::new();
+        for (gateway, lease) in &mut self.gateways {
+            let age = now.since(lease.answered);
+            if age > self.timing.free_after && lease.standing != Standing::Freed {
+                lease.standing = Standing::Freed;
+                ended.push((*gateway, true));
+            } else if age > self.timing.stop_after && lease.standing == Standing::Valid {
+                lease.standing = Standing::Stopped;
+                ended.push((*gateway, false));
+            }
+            if lease.next <= now {
+                lease.sequence += 1;
+                lease.sent.push_back((lease.sequence, now));
+                if lease.sent.len() > Lease::SENT_MAX {
+                    lease.sent.pop_front();
+                }
+                lease.next = now + self.timing.heartbeat;
+                self.outputs.push_back(SeatsOutput::Heartbeat { gateway: *gateway, sequence: lease.sequence });
+            }
+        }
+        for (gateway, frees) in ended {
+            let names: Vec<RequestName> = self.requests.keys().filter(|name| name.gateway == gateway).copied().collect();
+            for request in names {
+                self.with_seat(request, now, if frees { Seat::lapse } else { Seat::pause });
+            }
+        }
+    }
+
+    fn look_at_requests(&mut self, now: Time) {
+        let due: Vec<RequestName> = self.requests.iter().filter(|(_, held)| held.due(&self.timing) <= now).map(|(name, _)| *name).collect();
+        for request in due {
+            let held = &self.requests[&request];
+            if held.is_forgotten(&self.timing, now) {
+                self.requests.remove(&request);
+                continue;
+            }
+            let waited = now.since(held.since);
+            match held.phase {
+                Some(Phase::Copying | Phase::Frozen) if waited >= self.timing.attempt => self.with_seat(request, now, Seat::abort),
+                Some(Phase::Asking) if waited >= self.timing.reclaim_after => self.with_seat(request, now, Seat::reclaim),
+                Some(Phase::Preparing | Phase::Prepared) if waited >= self.timing.withdraw_after => {
+                    self.with_seat(request, now, Seat::withdraw);
+                }
+                _ => {}
+            }
+            let held = self.requests.get_mut(&request).expect("it was there");
+            if held.repeat.is_due(&self.timing, now) {
+                let again = held.seat.unanswered();
+                self.outputs.extend(again.into_iter().map(|output| named(request, output)));
+            }
+        }
+    }
+
+    fn with_seat(&mut self, request: RequestName, now: Time, change: impl FnOnce(&mut Seat<E>, &mut Vec<SeatOutput<E>>)) {
+        let incarnation = self.place.incarnation;
+        let held = self.requests.entry(request).or_insert_with(|| Held {
+            seat: Seat::new(incarnation),
+            repeat: Repeat::IDLE,
+            since: now,
+            phase: None,
+        });
+        let mut out = Vec::new();
+        change(&mut held.seat, &mut out);
+        let phase = held.seat.holding().map(|holding| holding.phase);
+        if phase != held.phase {
+            (held.phase, held.since) = (phase, now);
+            held.repeat = Repeat::IDLE;
+        }
+        let waits = held.seat.is_waiting();
+        if !waits || held.repeat.at() == Time::NEVER {
+            held.repeat.reset(waits, &self.timing, now);
+        }
+        self.outputs.extend(out.into_iter().map(|output| named(request, output)));
+    }
+}
+
+fn named<E>(request: RequestName, output: SeatOutput<E>) -> SeatsOutput<E> {
+    match output {
+        SeatOutput::ToGateway(message) => SeatsOutput::ToGateway { request, message },
+        SeatOutput::ToPeer { to, message } => SeatsOutput::ToPeer { request, to, message },
+        SeatOutput::Work(work) => SeatsOutput::Work { request, work },
+    }
+}
+
+impl Lease {
+    /// More than are sent before a gateway is gone.
+    const SENT_MAX: usize = 256;
+
+    fn new(now: Time) -> Self {
+        Self { answered: now, sent: VecDeque::new(), sequence: 0, next: now, standing: Standing::Valid }
+    }
+
+    /// When it covers less than now.
+    fn ends(&self, timing: &Timing) -> Time {
+        let just_past = Duration::from_nanos(1);
+        match self.standing {
+            Standing::Valid => self.answered + timing.stop_after + just_past,
+            Standing::Stopped => self.answered + timing.free_after + just_past,
+            Standing::Freed => Time::NEVER,
+        }
+    }
+}
+
+impl<E: Entry> Held<E> {
+    fn due(&self, timing: &Timing) -> Time {
+        let phase = match self.phase {
+            None => self.since + 2 * timing.free_after,
+            Some(Phase::Copying | Phase::Frozen) => self.since + timing.attempt,
+            Some(Phase::Asking) => self.since + timing.reclaim_after,
+            Some(Phase::Preparing | Phase::Prepared) => self.since + timing.withdraw_after,
+            Some(Phase::Running | Phase::Reclaiming | Phase::Withdrawing) => Time::NEVER,
+        };
+        phase.min(self.repeat.at())
+    }
+
+    /// Nothing is held, and nothing old can come any more.
+    fn is_forgotten(&self, timing: &Timing, now: Time) -> bool {
+        self.phase.is_none() && now.since(self.since) >= 2 * timing.free_after
+    }
+}
