@@ -28,7 +28,7 @@ const STEP: Duration = Duration::from_millis(20);
 /// Faults begin before this.
 const FAULTS_UNTIL: Duration = Duration::from_millis(1_500);
 /// By when everything must be over.
-const OVER_AT: Duration = Duration::from_secs(60);
+const OVER_AT: Duration = Duration::from_mins(1);
 
 /// As the defaults, ten times as fast.
 fn timing() -> Timing {
@@ -190,7 +190,7 @@ impl World {
             for _ in 0..world.rng.u32(1..4) {
                 let at = world.within(FAULTS_UNTIL);
                 let (one, other) = (world.rng.usize(..REPLICAS), world.rng.usize(..=REPLICAS));
-                let span = world.within(Duration::from_millis(3_000));
+                let span = world.within(Duration::from_secs(3));
                 let fault = match world.rng.u32(..12) {
                     0..3 => Event::Crash(one),
                     3..6 => Event::Halt(one, span),
@@ -200,7 +200,7 @@ impl World {
                 };
                 world.at(at, fault);
             }
-            world.at(FAULTS_UNTIL + Duration::from_millis(3_000), Event::Heal);
+            world.at(FAULTS_UNTIL + Duration::from_secs(3), Event::Heal);
         }
         world.at(Duration::ZERO, Event::GatewayTimer);
         world

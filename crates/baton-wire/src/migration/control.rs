@@ -1,0 +1,208 @@
+use baton_migration::{Phase, Place, RequestName, Tag, ToGateway, ToSeat};
+use serde::{Deserialize, Serialize};
+
+use super::{
+    FrameError, OutputEntry, Sealer,
+    body::{Bytes, Name, Payload, body, name, place, read, request, wire_place},
+};
+
+/// Of a replica's engine, sent to each gateway that is attached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Heartbeat {
+    pub sequence: u64,
+    /// Steps that the engine has finished.
+    pub steps: u64,
+    /// How long the engine thinks that the running step takes, in microseconds; 0 when none runs.
+    pub step_predicted_us: u64,
+    pub waiting: u32,
+    pub running: u32,
+}
+
+/// A frame between a gateway and a replica.
+#[derive(Debug, Clone, PartialEq)]
+pub enum ControlFrame {
+    /// Replica.
+    Heartbeat(Heartbeat),
+    /// Gateway: the heartbeat came.
+    Lease { sequence: u64 },
+    /// Replica, after a gateway attached or answers again: one for each request that it holds.
+    Holds { request: RequestName, phase: Phase, tag: Tag, entries: u32 },
+    /// Replica: all that it holds was told.
+    AllHeld,
+    /// Gateway, to a target before the source is told to move: who will come.
+    Expect { request: RequestName, attempt: Tag, source: Place, bytes: u64, nonce: [u8; 16] },
+    /// Gateway. A start carries what to run, a move where the target's KV is taken and with which nonce.
+    ToSeat { request: RequestName, message: ToSeat<OutputEntry>, with: Vec<u8> },
+    /// Replica.
+    ToGateway { request: RequestName, message: ToGateway<OutputEntry> },
+}
+
+fn phase_number(phase: Phase) -> u8 {
+    PHASES.iter().position(|listed| *listed == phase).expect("all are listed") as u8
+}
+
+/// By their numbers on the wire.
+const PHASES: [Phase; 8] = [
+    Phase::Running,
+    Phase::Copying,
+    Phase::Frozen,
+    Phase::Asking,
+    Phase::Reclaiming,
+    Phase::Preparing,
+    Phase::Prepared,
+    Phase::Withdrawing,
+];
+
+mod kind {
+    pub(super) const HEARTBEAT: u16 = 0x10;
+    pub(super) const LEASE: u16 = 0x11;
+    pub(super) const HOLDS: u16 = 0x12;
+    pub(super) const ALL_HELD: u16 = 0x13;
+    pub(super) const START: u16 = 0x20;
+    pub(super) const KEEP: u16 = 0x21;
+    pub(super) const EXPECT: u16 = 0x22;
+    pub(super) const MOVE: u16 = 0x23;
+    pub(super) const NO: u16 = 0x24;
+    pub(super) const RESUME: u16 = 0x25;
+    pub(super) const STOP: u16 = 0x26;
+    pub(super) const ACK: u16 = 0x27;
+    pub(super) const OUTPUT: u16 = 0x30;
+    pub(super) const COMMIT_TARGET: u16 = 0x31;
+    pub(super) const COMMIT_SOURCE: u16 = 0x32;
+    pub(super) const ABORTED: u16 = 0x33;
+    pub(super) const WITHDRAW: u16 = 0x34;
+    pub(super) const STOPPED: u16 = 0x35;
+    pub(super) const LOST: u16 = 0x36;
+}
+
+impl ControlFrame {
+    /// Appends the frame to `out`.
+    pub fn seal(&self, sealer: &mut Sealer, out: &mut Vec<u8>) {
+        let (kind, body) = self.encode();
+        sealer.seal(kind, &body, out);
+    }
+
+    fn encode(&self) -> (u16, Vec<u8>) {
+        match self {
+            Self::Heartbeat(beat) => (kind::HEARTBEAT, body(beat)),
+            Self::Lease { sequence } => (kind::LEASE, body(&(sequence,))),
+            Self::Holds { request, phase, tag, entries } => (kind::HOLDS, body(&(name(*request), phase_number(*phase), tag.0, entries))),
+            Self::AllHeld => (kind::ALL_HELD, body(&())),
+            Self::Expect { request, attempt, source, bytes, nonce } => {
+                (kind::EXPECT, body(&(name(*request), attempt.0, wire_place(*source), bytes, nonce)))
+            }
+            Self::ToSeat { request, message, with } => {
+                let request = name(*request);
+                match message {
+                    ToSeat::Start { epoch, delivered } => (kind::START, body(&(request, epoch.0, delivered, Bytes(with)))),
+                    ToSeat::Keep { epoch, next } => (kind::KEEP, body(&(request, epoch.0, next))),
+                    ToSeat::Move { epoch, attempt, target } => {
+                        (kind::MOVE, body(&(request, epoch.0, attempt.0, wire_place(*target), Bytes(with))))
+                    }
+                    ToSeat::No { epoch, attempt } => (kind::NO, body(&(request, epoch.0, attempt.0))),
+                    ToSeat::Resume { epoch, attempt, resumed, next } => {
+                        (kind::RESUME, body(&(request, epoch.0, attempt.0, resumed.0, next)))
+                    }
+                    ToSeat::Stop { upto } => (kind::STOP, body(&(request, upto.0))),
+                    ToSeat::Ack { epoch, next } => (kind::ACK, body(&(request, epoch.0, next))),
+                }
+            }
+            Self::ToGateway { request, message } => {
+                let request = name(*request);
+                match message {
+                    ToGateway::Output { epoch, index, entry } => (kind::OUTPUT, body(&(request, epoch.0, index, entry))),
+                    ToGateway::CommitTarget { epoch, attempt, frozen } => {
+                        (kind::COMMIT_TARGET, body(&(request, epoch.0, attempt.0, frozen)))
+                    }
+                    ToGateway::CommitSource { epoch, attempt, frozen } => {
+                        (kind::COMMIT_SOURCE, body(&(request, epoch.0, attempt.0, frozen)))
+                    }
+                    ToGateway::Aborted { epoch, attempt } => (kind::ABORTED, body(&(request, epoch.0, attempt.0))),
+                    ToGateway::Withdraw { attempt } => (kind::WITHDRAW, body(&(request, attempt.0))),
+                    ToGateway::Stopped { upto } => (kind::STOPPED, body(&(request, upto.0))),
+                    ToGateway::Lost { epoch } => (kind::LOST, body(&(request, epoch.0))),
+                }
+            }
+        }
+    }
+
+    pub fn decode(kind: u16, body: &[u8]) -> Result<Self, FrameError> {
+        let to_seat = |named: Name, message: ToSeat<OutputEntry>, with: Vec<u8>| Self::ToSeat { request: request(named), message, with };
+        let to_gateway = |named: Name, message: ToGateway<OutputEntry>| Self::ToGateway { request: request(named), message };
+        Ok(match kind {
+            kind::HEARTBEAT => Self::Heartbeat(read(kind, body)?),
+            kind::LEASE => {
+                let (sequence,) = read(kind, body)?;
+                Self::Lease { sequence }
+            }
+            kind::HOLDS => {
+                let (named, number, tag, entries): (Name, u8, u32, u32) = read(kind, body)?;
+                let phase = PHASES.get(usize::from(number)).copied();
+                let phase = phase.ok_or_else(|| FrameError::Malformed { kind, why: format!("no phase has number {number}") })?;
+                Self::Holds { request: request(named), phase, tag: Tag(tag), entries }
+            }
+            kind::ALL_HELD => Self::AllHeld,
+            kind::EXPECT => {
+                let (named, attempt, source, bytes, nonce) = read(kind, body)?;
+                Self::Expect { request: request(named), attempt: Tag(attempt), source: place(source), bytes, nonce }
+            }
+            kind::START => {
+                let (named, epoch, delivered, Payload(with)) = read(kind, body)?;
+                to_seat(named, ToSeat::Start { epoch: Tag(epoch), delivered }, with)
+            }
+            kind::KEEP => {
+                let (named, epoch, next) = read(kind, body)?;
+                to_seat(named, ToSeat::Keep { epoch: Tag(epoch), next }, Vec::new())
+            }
+            kind::MOVE => {
+                let (named, epoch, attempt, target, Payload(with)) = read(kind, body)?;
+                to_seat(named, ToSeat::Move { epoch: Tag(epoch), attempt: Tag(attempt), target: place(target) }, with)
+            }
+            kind::NO => {
+                let (named, epoch, attempt) = read(kind, body)?;
+                to_seat(named, ToSeat::No { epoch: Tag(epoch), attempt: Tag(attempt) }, Vec::new())
+            }
+            kind::RESUME => {
+                let (named, epoch, attempt, resumed, next) = read(kind, body)?;
+                to_seat(named, ToSeat::Resume { epoch: Tag(epoch), attempt: Tag(attempt), resumed: Tag(resumed), next }, Vec::new())
+            }
+            kind::STOP => {
+                let (named, upto) = read(kind, body)?;
+                to_seat(named, ToSeat::Stop { upto: Tag(upto) }, Vec::new())
+            }
+            kind::ACK => {
+                let (named, epoch, next) = read(kind, body)?;
+                to_seat(named, ToSeat::Ack { epoch: Tag(epoch), next }, Vec::new())
+            }
+            kind::OUTPUT => {
+                let (named, epoch, index, entry) = read(kind, body)?;
+                to_gateway(named, ToGateway::Output { epoch: Tag(epoch), index, entry })
+            }
+            kind::COMMIT_TARGET => {
+                let (named, epoch, attempt, frozen) = read(kind, body)?;
+                to_gateway(named, ToGateway::CommitTarget { epoch: Tag(epoch), attempt: Tag(attempt), frozen })
+            }
+            kind::COMMIT_SOURCE => {
+                let (named, epoch, attempt, frozen) = read(kind, body)?;
+                to_gateway(named, ToGateway::CommitSource { epoch: Tag(epoch), attempt: Tag(attempt), frozen })
+            }
+            kind::ABORTED => {
+                let (named, epoch, attempt) = read(kind, body)?;
+                to_gateway(named, ToGateway::Aborted { epoch: Tag(epoch), attempt: Tag(attempt) })
+            }
+            kind::WITHDRAW => {
+                let (named, attempt) = read(kind, body)?;
+                to_gateway(named, ToGateway::Withdraw { attempt: Tag(attempt) })
+            }
+            kind::STOPPED => {
+                let (named, upto) = read(kind, body)?;
+                to_gateway(named, ToGateway::Stopped { upto: Tag(upto) })
+            }
+            kind::LOST => {
+                let (named, epoch) = read(kind, body)?;
+                to_gateway(named, ToGateway::Lost { epoch: Tag(epoch) })
+            }
+            _ => return Err(FrameError::UnknownKind(kind)),
+        })
+    }
+}

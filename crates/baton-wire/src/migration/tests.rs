@@ -1,0 +1,209 @@
+use baton_migration::{GatewayName, Phase, Place, RequestName, Tag, ToGateway, ToSeat};
+use baton_units::{Incarnation, ReplicaId};
+use proptest::prelude::*;
+
+use super::{
+    handshake::{FleetKey, Freeze, Hello, HelloError, KvLayout, Role, Side, Transcript, VERSION},
+    *,
+};
+
+fn request() -> RequestName {
+    RequestName { gateway: GatewayName { id: 7, incarnation: u64::MAX }, sequence: 42 }
+}
+
+fn place(replica: u32) -> Place {
+    Place { replica: ReplicaId(replica), incarnation: Incarnation(u64::MAX - 1) }
+}
+
+fn token(id: u32) -> OutputEntry {
+    OutputEntry::Token { id, logprobs: Some(TokenLogprobs { chosen: -0.5, top: vec![(id, -0.5), (9, -1.25)] }) }
+}
+
+fn control_frames() -> Vec<ControlFrame> {
+    let seat = |message, with: &[u8]| ControlFrame::ToSeat { request: request(), message, with: with.to_vec() };
+    let gateway = |message| ControlFrame::ToGateway { request: request(), message };
+    let (epoch, attempt) = (Tag(3), Tag(4));
+    vec![
+        ControlFrame::Heartbeat(Heartbeat { sequence: 1, steps: 2, step_predicted_us: 3, waiting: 4, running: 5 }),
+        ControlFrame::Lease { sequence: u64::MAX },
+        ControlFrame::Holds { request: request(), phase: Phase::Withdrawing, tag: attempt, entries: 9 },
+        ControlFrame::AllHeld,
+        ControlFrame::Expect { request: request(), attempt, source: place(1), bytes: 1 << 40, nonce: [200; 16] },
+        seat(ToSeat::Start { epoch, delivered: vec![token(5), OutputEntry::Finish(FinishReason::StopToken(2))] }, b"what to run"),
+        seat(ToSeat::Keep { epoch, next: 2 }, b""),
+        seat(ToSeat::Move { epoch, attempt, target: place(0) }, b"where"),
+        seat(ToSeat::No { epoch, attempt }, b""),
+        seat(ToSeat::Resume { epoch, attempt, resumed: Tag(5), next: 2 }, b""),
+        seat(ToSeat::Stop { upto: Tag::ALL }, b""),
+        seat(ToSeat::Ack { epoch, next: 3 }, b""),
+        gateway(ToGateway::Output { epoch, index: 0, entry: token(1) }),
+        gateway(ToGateway::Output { epoch, index: 1, entry: OutputEntry::Finish(FinishReason::EndOfSequence) }),
+        gateway(ToGateway::CommitTarget { epoch, attempt, frozen: 2 }),
+        gateway(ToGateway::CommitSource { epoch, attempt, frozen: 2 }),
+        gateway(ToGateway::Aborted { epoch, attempt }),
+        gateway(ToGateway::Withdraw { attempt }),
+        gateway(ToGateway::Stopped { upto: epoch }),
+        gateway(ToGateway::Lost { epoch }),
+    ]
+}
+
+fn kv_frames() -> Vec<KvFrame> {
+    let plan = KvPlan { tokens: vec![1, 2, 3], keys: vec![u64::MAX], blocks: 2, request: b"what to run".to_vec() };
+    vec![
+        KvFrame::Open { request: request(), attempt: Tag(4), source: place(0), target: place(1) },
+        KvFrame::Prepare(plan.clone()),
+        KvFrame::Have { blocks: HeldBlocks { held: 1 }, credit: 1 << 20 },
+        KvFrame::Refuse(Refusal::NoRoom { needed: 9, free: 3 }),
+        KvFrame::Credit { bytes: 5 },
+        KvFrame::Block(BlockHeader { index: 1, tokens: 16, checksum: u64::MAX }),
+        KvFrame::State { entries: vec![token(1)], plan },
+        KvFrame::Prepared { entries: 1 },
+        KvFrame::Abort { why: "preempted".to_owned() },
+    ]
+}
+
+fn key() -> FrameKey {
+    FrameKey::new(&[1; 32])
+}
+
+#[test]
+fn frames_come_out_as_they_went_in() {
+    for key in [None, Some(key())] {
+        let (mut sealer, mut opener, mut bytes) = (Sealer::new(key.clone()), Opener::new(key), Vec::new());
+        for frame in control_frames() {
+            frame.seal(&mut sealer, &mut bytes);
+        }
+        for frame in kv_frames() {
+            frame.seal(&mut sealer, &mut bytes);
+        }
+        let mut rest = bytes.as_slice();
+        for frame in control_frames() {
+            let Opened { kind, body, taken } = opener.open(rest).unwrap().unwrap();
+            assert_eq!(ControlFrame::decode(kind, body).unwrap(), frame);
+            rest = &rest[taken..];
+        }
+        for frame in kv_frames() {
+            let Opened { kind, body, taken } = opener.open(rest).unwrap().unwrap();
+            assert_eq!(KvFrame::decode(kind, body).unwrap(), frame);
+            rest = &rest[taken..];
+        }
+        assert_eq!(opener.open(rest).unwrap(), None);
+    }
+}
+
+#[test]
+fn log_probabilities_travel_although_equality_leaves_them_out() {
+    let OutputEntry::Token { logprobs: sent, .. } = token(5) else { unreachable!() };
+    let frame = ControlFrame::ToGateway { request: request(), message: ToGateway::Output { epoch: Tag(1), index: 0, entry: token(5) } };
+    let mut bytes = Vec::new();
+    frame.seal(&mut Sealer::new(None), &mut bytes);
+    let Opened { kind, body, .. } = Opener::new(None).open(&bytes).unwrap().unwrap();
+    let ControlFrame::ToGateway { message: ToGateway::Output { entry: OutputEntry::Token { logprobs, .. }, .. }, .. } =
+        ControlFrame::decode(kind, body).unwrap()
+    else {
+        panic!("a token")
+    };
+    assert_eq!(logprobs, sent);
+    assert!(OutputEntry::Token { id: 5, logprobs: None } == token(5));
+}
+
+#[test]
+fn a_blocks_bytes_lie_between_what_is_sealed_around_them() {
+    let (mut sealer, mut opener) = (Sealer::new(Some(key())), Opener::new(Some(key())));
+    let header = BlockHeader { index: 3, tokens: 16, checksum: 77 };
+    let bytes = [9; 100];
+    let (before, mac) = KvFrame::seal_block(header, bytes.len(), &mut sealer);
+    let first = before.first_chunk().unwrap();
+    let read = opener.header(first).unwrap();
+    assert!(KvFrame::is_block(read.kind));
+    assert_eq!(read.body as usize, KvFrame::BLOCK_HEADER_BYTES + bytes.len());
+    let covered = &before[HEADER_BYTES..];
+    opener.check(first, covered, &mac.unwrap()).unwrap();
+    assert_eq!(KvFrame::decode(read.kind, covered).unwrap(), KvFrame::Block(header));
+    let mut altered = covered.to_vec();
+    altered[0] ^= 1;
+    assert_eq!(opener.check(first, &altered, &mac.unwrap()), Err(FrameError::NotAuthentic(1)));
+}
+
+#[test]
+fn a_frame_that_is_repeated_left_out_or_altered_ends_the_connection() {
+    let frame = ControlFrame::Lease { sequence: 1 };
+    let mut sealer = Sealer::new(Some(key()));
+    let mut sealed = || {
+        let mut bytes = Vec::new();
+        frame.seal(&mut sealer, &mut bytes);
+        bytes
+    };
+    let (first, second) = (sealed(), sealed());
+    let mut opener = Opener::new(Some(key()));
+    assert_eq!(opener.open(&second), Err(FrameError::OutOfOrder { got: 2, wanted: 1 }));
+    let mut opener = Opener::new(Some(key()));
+    opener.open(&first).unwrap().unwrap();
+    assert_eq!(opener.open(&first), Err(FrameError::OutOfOrder { got: 1, wanted: 2 }));
+    for place in HEADER_BYTES..first.len() {
+        let mut altered = first.clone();
+        altered[place] ^= 0x10;
+        assert_eq!(Opener::new(Some(key())).open(&altered), Err(FrameError::NotAuthentic(1)));
+    }
+    let other = FrameKey::new(&[2; 32]);
+    assert_eq!(Opener::new(Some(other)).open(&first), Err(FrameError::NotAuthentic(1)));
+}
+
+fn hello(nonce: u8) -> Hello {
+    let layout = KvLayout {
+        layers: 30,
+        kv_heads: 3,
+        head_dim: 64,
+        block_size: 16,
+        dtype: "f32".to_owned(),
+        order: "layer kv token head".to_owned(),
+    };
+    Hello {
+        version: VERSION,
+        role: Role::Replica,
+        id: 1,
+        incarnation: 2,
+        numerics_id: "abc".to_owned(),
+        kv_layout: Some(layout),
+        freeze: Some(Freeze::Resumable),
+        kv_address: Some("127.0.0.1:1".to_owned()),
+        nonce: [nonce; 32],
+    }
+}
+
+#[test]
+fn hellos_are_read_as_sent_and_another_version_is_told() {
+    let bytes = hello(200).to_bytes();
+    let (length, body) = bytes.split_first_chunk().unwrap();
+    assert_eq!(Hello::body_bytes(*length).unwrap(), body.len());
+    assert_eq!(Hello::from_body(body).unwrap(), hello(200));
+    let other = Hello { version: 2, ..hello(0) }.to_bytes();
+    assert_eq!(Hello::from_body(&other[4..]), Err(HelloError::Version(2)));
+    assert_eq!(Hello::body_bytes(u32::MAX.to_le_bytes()), Err(HelloError::TooLong(u32::MAX)));
+}
+
+#[test]
+fn a_proof_is_good_for_one_side_of_one_connection_and_one_key() {
+    let transcript = |nonce| Transcript { dialer: hello(nonce).to_bytes(), listener: hello(nonce + 1).to_bytes() };
+    let key = FleetKey::new("secret");
+    let proof = key.proof(Side::Dialer, &transcript(1));
+    assert_eq!(key.check(Side::Dialer, &transcript(1), &proof), Ok(()));
+    assert_eq!(key.check(Side::Listener, &transcript(1), &proof), Err(HelloError::WrongKey));
+    assert_eq!(key.check(Side::Dialer, &transcript(2), &proof), Err(HelloError::WrongKey));
+    assert_eq!(FleetKey::new("other").check(Side::Dialer, &transcript(1), &proof), Err(HelloError::WrongKey));
+    let mut bytes = Vec::new();
+    ControlFrame::AllHeld.seal(&mut Sealer::new(Some(key.frame_key(Side::Dialer, &transcript(1)))), &mut bytes);
+    let opened = |side, nonce| Opener::new(Some(key.frame_key(side, &transcript(nonce)))).open(&bytes).is_ok();
+    assert!(opened(Side::Dialer, 1) && !opened(Side::Listener, 1) && !opened(Side::Dialer, 2));
+}
+
+proptest! {
+    #[test]
+    fn no_bytes_of_a_stranger_make_it_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200), kind in 0u16..0x60) {
+        let _ = Opener::new(None).open(&bytes);
+        let _ = Opener::new(Some(key())).open(&bytes);
+        let _ = ControlFrame::decode(kind, &bytes);
+        let _ = KvFrame::decode(kind, &bytes);
+        let _ = Hello::from_body(&bytes);
+    }
+}
