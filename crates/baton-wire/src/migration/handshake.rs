@@ -7,7 +7,7 @@
 //! listener -> dialer   PROOF
 //! ```
 //! A proof is HMAC-SHA-256 by the fleet key over a name of the role and both hellos as they were sent, so that it is good for this
-//! connection alone. The keys of the frames come from the fleet key and both nonces by HKDF-SHA-256, one for each direction.
+//! connection alone. The keys of the frames come from the fleet key and both hellos by HKDF-SHA-256, one for each direction.
 
 use hkdf::Hkdf;
 use hmac::{Hmac, KeyInit, Mac};
