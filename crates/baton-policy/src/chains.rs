@@ -201,6 +201,7 @@ impl Chains {
 }
 
 #[cfg(test)]
+#[allow(clippy::float_cmp, reason = "ratios of small whole numbers")]
 mod tests {
     use super::*;
 
