@@ -1,5 +1,7 @@
 mod schedule;
 mod sequence;
+mod source;
+mod target;
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -8,10 +10,11 @@ use baton_kv::{BlockId, CacheDomain, KeyDomain, KvEvent, KvPool, chain_keys};
 use baton_units::{RequestId, Time, Tokens};
 
 use crate::{
-    Batch, ConfigError, Counters, EngineConfig, Executor, FinishReason, NewRequest, Order, Output, SequenceId, Status, StepResult,
-    SubmitError, budget::StepBudget,
+    Batch, ConfigError, Counters, EngineConfig, Executor, FinishReason, NewRequest, Order, Output, PreparedId, SequenceId, Status,
+    StepResult, SubmitError, budget::StepBudget,
 };
-use sequence::{Ends, Rank, Sequence, Shared};
+use sequence::{Rank, Sequence, Shared};
+use target::Preparation;
 
 /// The scheduler of one replica: continuous batching with chunked prefill, paged KV, prefix cache, preemption by recomputation.
 ///
@@ -27,6 +30,10 @@ use sequence::{Ends, Rank, Sequence, Shared};
 /// - Unless that happened, waiting sequences are admitted in rank while budget, blocks and `max_running` allow. Nobody passes the
 ///   first, so that a large one is not starved by small ones.
 /// - The rank is arrival, or priority and then arrival; choices of one request follow each other.
+/// - Between two steps a sequence can leave for another engine: its state and its blocks are read while it runs, it is frozen for the
+///   rest, and then released or thawed. The other engine prepares blocks, lets it join its running sequences, or abandons it. What is
+///   frozen or prepared keeps its blocks and its place among `max_running`: until that ends, a sequence that needs those blocks waits,
+///   the first in rank too.
 ///
 /// Equal calls give equal results; no hash map is iterated and no clock is read.
 #[derive(Debug)]
@@ -38,20 +45,26 @@ pub struct Engine {
     /// By ascending rank.
     running: Vec<Sequence>,
     waiting: BTreeMap<Rank, Sequence>,
+    /// Neither scheduled nor preempted.
+    frozen: BTreeMap<Rank, Sequence>,
+    prepared: BTreeMap<PreparedId, Preparation>,
     requests: BTreeMap<RequestId, Live>,
     in_flight: Option<StepLoad>,
     copies: Vec<(BlockId, BlockId)>,
     calibrator: Calibrator,
     rng: fastrand::Rng,
     next_sequence: u64,
-    next_arrival: u64,
+    next_order: u64,
+    next_prepared: u64,
     counters: Counters,
 }
 
 /// A request that has choices here.
 #[derive(Debug, Clone, Copy)]
 struct Live {
+    /// Rank of its choice 0; the others' differ in the choice only.
     first: Rank,
+    /// Choices here.
     choices: u32,
 }
 
@@ -87,13 +100,16 @@ impl Engine {
             pool: if config.kv_events { pool } else { pool.without_events() },
             running: Vec::new(),
             waiting: BTreeMap::new(),
+            frozen: BTreeMap::new(),
+            prepared: BTreeMap::new(),
             requests: BTreeMap::new(),
             in_flight: None,
             copies: Vec::new(),
             calibrator: Calibrator::new(config.step_prior),
             rng: fastrand::Rng::with_seed(config.seed),
             next_sequence: 0,
-            next_arrival: 0,
+            next_order: 0,
+            next_prepared: 0,
             counters: Counters::default(),
             config,
         })
@@ -110,45 +126,14 @@ impl Engine {
 
     /// Queues a request; its choices after the first are made once the prompt is computed.
     pub fn submit(&mut self, request: NewRequest, now: Time) -> Result<(), SubmitError> {
-        self.check(&request)?;
-        let domain = KeyDomain { model: &self.config.model, adapter: request.adapter.as_deref(), salt: request.salt.as_deref() };
-        let domain = Arc::new(CacheDomain::new(domain));
-        let priority = match self.config.order {
-            Order::Arrival => 0,
-            Order::Priority => request.priority.0,
-        };
-        let rank = Rank { priority, arrival: self.next_arrival, choice: request.first_choice };
-        self.next_arrival += 1;
-        self.requests.insert(request.id, Live { first: rank, choices: request.choices });
-        let sequence = Sequence {
-            id: self.new_sequence_id(),
-            rank,
-            choice: request.first_choice,
-            computed: 0,
-            scheduled: 0,
-            keys: chain_keys(domain.root(), &request.prompt, self.config.block_size),
-            table: None,
-            cached: None,
-            forked: false,
-            ended: false,
-            preemptions: 0,
-            first_scheduled: None,
-            first_token: None,
-            shared: Arc::new(Shared {
-                request: request.id,
-                seed: request.seed.unwrap_or_else(|| self.rng.u64(..)),
-                prompt_index: request.prompt_index,
-                prompt_len: request.prompt.len() as u32,
-                first_choice: request.first_choice,
-                choices: request.choices,
-                domain,
-                suppressed: self.suppressed(&request),
-                params: request.params,
-                arrival: now,
-            }),
-            tokens: request.prompt,
-        };
-        self.waiting.insert(rank, sequence);
+        self.check(&request, &[])?;
+        if self.requests.contains_key(&request.id) {
+            return Err(SubmitError::Duplicate(request.id));
+        }
+        self.check_queue()?;
+        let sequence = self.new_sequence(request, &[], now, self.length_limit);
+        self.book(&sequence);
+        self.waiting.insert(sequence.rank, sequence);
         Ok(())
     }
 
@@ -167,7 +152,8 @@ impl Engine {
         ended > 0
     }
 
-    /// Decides the next step; `None` when there is nothing to compute. The step is in flight until [`complete`](Self::complete).
+    /// Decides the next step; `None` when there is nothing to compute, or all of it needs blocks or places of sequences that are frozen
+    /// or prepared for. The step is in flight until [`complete`](Self::complete).
     pub fn plan(&mut self, now: Time) -> Option<Plan<'_>> {
         assert!(self.in_flight.is_none(), "a step is completed before the next is planned");
         self.copies.clear();
@@ -197,14 +183,13 @@ impl Engine {
         self.counters.computed_tokens += load.new_tokens as u64;
         let (mut outputs, mut forks) = (Vec::with_capacity(result.samples.len()), Vec::new());
         let mut samples = result.samples.into_iter();
-        let ends = Ends { eos: &self.config.eos, length_limit: self.length_limit.0 };
         for sequence in self.running.iter_mut().filter(|sequence| sequence.scheduled > 0) {
             let sample = samples.next().expect("a step has one result for each row");
             sequence.advance(&mut self.pool);
             if sequence.ended || sequence.remaining() > 0 {
                 continue;
             }
-            let output = sequence.append(sample.expect("a sample was asked for"), ends, now);
+            let output = sequence.append(sample.expect("a sample was asked for"), &self.config.eos, now);
             if output.index == 0 && !sequence.forked {
                 self.counters.prompt_tokens += u64::from(sequence.shared.prompt_len);
                 self.counters.prompt_tokens_cached += u64::from(output.cached_tokens.0);
@@ -271,7 +256,8 @@ impl Engine {
         }
     }
 
-    fn check(&self, request: &NewRequest) -> Result<(), SubmitError> {
+    /// Whether a request that has put out `output` could run here.
+    fn check(&self, request: &NewRequest, output: &[u32]) -> Result<(), SubmitError> {
         if request.prompt.is_empty() {
             return Err(SubmitError::EmptyPrompt);
         }
@@ -283,17 +269,69 @@ impl Engine {
             return Err(SubmitError::NeverFits { prompt, fits });
         }
         let size = self.config.vocabulary;
-        if let Some(&token) = request.prompt.iter().find(|&&token| token >= size) {
+        if let Some(&token) = request.prompt.iter().chain(output).find(|&&token| token >= size) {
             return Err(SubmitError::OutOfVocabulary { token, size });
         }
         request.params.check_vocabulary(size)?;
-        if self.requests.contains_key(&request.id) {
-            return Err(SubmitError::Duplicate(request.id));
-        }
+        Ok(())
+    }
+
+    fn check_queue(&self) -> Result<(), SubmitError> {
         if self.waiting.len() >= self.config.max_waiting as usize {
             return Err(SubmitError::QueueFull { limit: self.config.max_waiting });
         }
         Ok(())
+    }
+
+    /// The first choice of a request that has put out `output` elsewhere; nothing of it is computed here.
+    fn new_sequence(&mut self, request: NewRequest, output: &[u32], arrival: Time, length_limit: Tokens) -> Sequence {
+        let domain = self.domain(&request);
+        let priority = match self.config.order {
+            Order::Arrival => 0,
+            Order::Priority => request.priority.0,
+        };
+        self.next_order += 1;
+        let first = Rank { priority, arrival, order: self.next_order, choice: 0 };
+        let first = self.requests.get(&request.id).map_or(first, |live| live.first);
+        let suppressed = self.suppressed(&request);
+        let prompt_len = request.prompt.len() as u32;
+        let mut tokens = request.prompt;
+        tokens.extend_from_slice(output);
+        Sequence {
+            id: self.new_sequence_id(),
+            rank: Rank { choice: request.first_choice, ..first },
+            choice: request.first_choice,
+            computed: 0,
+            scheduled: 0,
+            keys: chain_keys(domain.root(), &tokens, self.config.block_size),
+            table: None,
+            cached: None,
+            forked: false,
+            ended: false,
+            preemptions: 0,
+            first_scheduled: None,
+            first_token: None,
+            shared: Arc::new(Shared {
+                request: request.id,
+                seed: request.seed.unwrap_or_else(|| self.rng.u64(..)),
+                prompt_index: request.prompt_index,
+                prompt_len,
+                first_choice: request.first_choice,
+                choices: request.choices,
+                domain,
+                suppressed,
+                params: request.params,
+                priority: request.priority,
+                arrival,
+                length_limit,
+            }),
+            tokens,
+        }
+    }
+
+    fn domain(&self, request: &NewRequest) -> Arc<CacheDomain> {
+        let domain = KeyDomain { model: &self.config.model, adapter: request.adapter.as_deref(), salt: request.salt.as_deref() };
+        Arc::new(CacheDomain::new(domain))
     }
 
     fn suppressed(&self, request: &NewRequest) -> Vec<u32> {
@@ -319,13 +357,16 @@ impl Engine {
                 && sequence.shared.request == request
                 && choice.is_none_or(|choice| sequence.choice == choice && sequence.output_len() > 0)
         };
-        let of_request = first..=Rank { choice: u32::MAX, ..first };
-        let waiting: Vec<Rank> = self.waiting.range(of_request).filter(|(_, sequence)| matches(sequence)).map(|(&rank, _)| rank).collect();
+        let ranks = |sequences: &BTreeMap<Rank, Sequence>| -> Vec<Rank> {
+            sequences.range(first.choices()).filter(|(_, sequence)| matches(sequence)).map(|(&rank, _)| rank).collect()
+        };
+        let (waiting, frozen) = (ranks(&self.waiting), ranks(&self.frozen));
+        let waiting = waiting.iter().filter_map(|rank| self.waiting.remove(rank));
+        let frozen = frozen.iter().filter_map(|rank| self.frozen.remove(rank));
         let mut ended = 0;
-        for rank in &waiting {
-            let sequence = self.waiting.remove(rank).expect("the rank was just seen");
+        for sequence in waiting.chain(frozen).collect::<Vec<_>>() {
             ended += sequence.choices_here();
-            self.forget(request, sequence.choices_here());
+            self.dismiss(sequence);
         }
         for sequence in self.running.iter_mut().filter(|sequence| matches(sequence)) {
             sequence.ended = true;
@@ -342,19 +383,39 @@ impl Engine {
         for index in (0..self.running.len()).rev() {
             if self.running[index].ended {
                 let sequence = self.running.remove(index);
-                self.forget(sequence.shared.request, sequence.choices_here());
-                self.pool.release(sequence.table.expect("a running sequence has a table"));
+                self.dismiss(sequence);
             }
         }
     }
 
+    /// Books the end of a sequence here and gives its blocks back; the full ones stay in the prefix cache as long as they can.
+    fn dismiss(&mut self, mut sequence: Sequence) {
+        self.forget(&sequence);
+        if let Some(table) = sequence.table.take() {
+            self.pool.release(table);
+        }
+    }
+
+    /// Books the choices that come with a sequence.
+    fn book(&mut self, sequence: &Sequence) {
+        let first = Rank { choice: 0, ..sequence.rank };
+        self.requests.entry(sequence.shared.request).or_insert(Live { first, choices: 0 }).choices += sequence.choices_here();
+    }
+
     /// Books the end of choices of a request.
-    fn forget(&mut self, request: RequestId, choices: u32) {
+    fn forget(&mut self, sequence: &Sequence) {
+        let request = sequence.shared.request;
         let live = self.requests.get_mut(&request).expect("a sequence belongs to a live request");
-        live.choices -= choices;
+        live.choices -= sequence.choices_here();
         if live.choices == 0 {
             self.requests.remove(&request);
         }
+    }
+
+    /// Places among `max_running` that are taken.
+    fn places_taken(&self) -> usize {
+        let frozen = self.frozen.values().filter(|sequence| sequence.table.is_some()).count();
+        self.running.len() + frozen + self.prepared.len()
     }
 
     fn count(&mut self, outputs: &[Output]) {

@@ -4,7 +4,7 @@ use baton_cost::StepLoad;
 use baton_kv::BlockId;
 use baton_units::Tokens;
 
-use crate::{SamplingParams, budget::row_load};
+use crate::{KvMemory, SamplingParams, budget::row_load};
 
 /// One sequence of tokens inside one engine: one choice of one request. Never used twice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -94,4 +94,14 @@ pub trait Executor {
 
     /// Names everything that decides the bits of the result: two executors with equal ids give equal tokens and log-probabilities.
     fn numerics_id(&self) -> &str;
+
+    /// The bytes of its KV blocks; `None` for an executor that does not hand them out, whose sequences move by their tokens alone.
+    fn kv(&self) -> Option<&dyn KvMemory> {
+        None
+    }
+
+    /// The same, to be written between two steps.
+    fn kv_mut(&mut self) -> Option<&mut dyn KvMemory> {
+        None
+    }
 }

@@ -1,9 +1,10 @@
 use baton_units::{Priority, RequestId, Time, Tokens};
+use serde::{Deserialize, Serialize};
 
 use crate::{SamplingError, SamplingParams};
 
 /// A request as it is submitted: one prompt, one or more choices.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct NewRequest {
     pub id: RequestId,
     pub prompt: Vec<u32>,

@@ -1,5 +1,7 @@
 use std::ops::Deref;
 
+use serde::{Deserialize, Serialize};
+
 /// Below this temperature sampling is greedy, as in vLLM.
 const GREEDY_BELOW: f32 = 1e-5;
 /// Lowest temperature that divides logits without overflow; a smaller one above [`GREEDY_BELOW`] is raised to it, as in vLLM.
@@ -8,7 +10,7 @@ const TEMPERATURE_MIN: f32 = 1e-2;
 pub const LOGPROBS_MAX: u32 = 20;
 
 /// How tokens are drawn and when an output ends. Plain data; [`SamplingParams::new`] checks it.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SamplingOptions {
     /// Divides the logits; 0 draws the likeliest token.
     pub temperature: f32,
@@ -58,14 +60,28 @@ impl Default for SamplingOptions {
     }
 }
 
-/// [`SamplingOptions`] that were found valid; read them through `Deref`.
-#[derive(Debug, Clone, PartialEq)]
+/// [`SamplingOptions`] that were found valid; read them through `Deref`. They are checked again where they are deserialised.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(into = "SamplingOptions", try_from = "SamplingOptions")]
 pub struct SamplingParams(SamplingOptions);
 
 impl Deref for SamplingParams {
     type Target = SamplingOptions;
     fn deref(&self) -> &SamplingOptions {
         &self.0
+    }
+}
+
+impl From<SamplingParams> for SamplingOptions {
+    fn from(params: SamplingParams) -> Self {
+        params.0
+    }
+}
+
+impl TryFrom<SamplingOptions> for SamplingParams {
+    type Error = SamplingError;
+    fn try_from(options: SamplingOptions) -> Result<Self, SamplingError> {
+        Self::new(options)
     }
 }
 
@@ -213,6 +229,23 @@ mod tests {
         assert!(at(1e-6).is_greedy());
         assert_eq!(at(1e-3).temperature, TEMPERATURE_MIN);
         assert_eq!(at(0.7).temperature, 0.7);
+    }
+
+    #[test]
+    fn params_travel_unchanged_and_invalid_ones_are_refused() {
+        let options = SamplingOptions {
+            temperature: 1e-3,
+            top_p: 0.1,
+            logit_bias: vec![(9, 0.3), (3, -1.0)],
+            stop_token_ids: vec![7, 2],
+            max_tokens: Some(5),
+            ..SamplingOptions::default()
+        };
+        let params = SamplingParams::new(options).unwrap();
+        let text = serde_json::to_string(&params).unwrap();
+        assert_eq!(serde_json::from_str::<SamplingParams>(&text).unwrap(), params);
+        let error = serde_json::from_str::<SamplingParams>(&text.replace("\"top_p\":0.1", "\"top_p\":1.5")).unwrap_err();
+        assert!(error.to_string().starts_with("top_p must be in (0, 1], got 1.5"), "{error}");
     }
 
     #[test]

@@ -6,6 +6,7 @@ use baton_units::{Blocks, Tokens};
 pub struct Status {
     /// Sequences that wait: new ones and preempted ones.
     pub waiting: u32,
+    /// Sequences that run; frozen ones and those prepared for hold places and blocks beside them.
     pub running: u32,
     /// Tokens known and not computed, of running and waiting sequences; a decoding sequence counts none. Prefix hits that waiting
     /// ones may find are not taken off.
@@ -44,4 +45,7 @@ pub struct Counters {
     pub finished_stop: u64,
     pub finished_length: u64,
     pub finished_abort: u64,
+    /// Choices that came from another engine, and those that went to one.
+    pub moved_in: u64,
+    pub moved_out: u64,
 }

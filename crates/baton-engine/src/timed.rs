@@ -1,10 +1,10 @@
-use std::time::Duration;
+use std::{ops::Range, time::Duration};
 
 use baton_cost::StepCoefficients;
 use baton_kv::BlockId;
-use baton_units::{BlockSize, Blocks, DurationMs};
+use baton_units::{BlockSize, Blocks, Bytes, DurationMs};
 
-use crate::{Batch, BatchRow, Executor, SampleRequest, Sampled, StepResult, philox::uniform};
+use crate::{Batch, BatchRow, Executor, KvLayout, KvMemory, SampleRequest, Sampled, StepResult, philox::uniform};
 
 /// An executor without arithmetic: a step takes the time that the cost model says, in model time.
 ///
@@ -23,8 +23,10 @@ pub struct Timed {
     tokens: TokenSource,
     /// End-of-sequence ids, which are drawn only when forced.
     eos: Vec<u32>,
-    /// Hash of the history up to each slot: `[blocks, block size]`.
-    slots: Vec<u64>,
+    /// Hash of the history up to each slot, in little-endian bytes: `[blocks, block size, 8]`.
+    slots: Vec<u8>,
+    /// What a token's KV counts as where moving it is priced.
+    priced_token_bytes: Bytes,
     numerics_id: String,
 }
 
@@ -38,6 +40,9 @@ pub enum TokenSource {
     Vocabulary(u32),
 }
 
+/// Bytes of a token's "KV".
+const SLOT_BYTES: usize = size_of::<u64>();
+
 /// 32 symbols, so that five bits choose one; words come out about five letters long.
 const SYMBOLS: &[u8; 32] = b"abcdefghijklmnopqrstuvwxyz      ";
 
@@ -45,7 +50,15 @@ impl Timed {
     pub fn new(coefficients: StepCoefficients, blocks: Blocks, block_size: BlockSize, tokens: TokenSource, eos: Vec<u32>) -> Self {
         let block_size = block_size.get() as usize;
         let numerics_id = format!("timed-1 {tokens:?} {eos:?}");
-        Self { coefficients, block_size, tokens, eos, slots: vec![0; blocks.0 as usize * block_size], numerics_id }
+        let slots = vec![0; blocks.0 as usize * block_size * SLOT_BYTES];
+        Self { coefficients, block_size, tokens, eos, slots, priced_token_bytes: Bytes(SLOT_BYTES as u64), numerics_id }
+    }
+
+    /// Moving its KV costs what that of a model with this much a token does. What travels stays 8 bytes a token.
+    #[must_use]
+    pub fn with_kv_of(mut self, token_bytes: Bytes) -> Self {
+        self.priced_token_bytes = token_bytes;
+        self
     }
 
     /// From now on steps cost this.
@@ -56,7 +69,7 @@ impl Timed {
     /// What a slot holds.
     #[cfg(test)]
     pub(crate) fn history_at(&self, blocks: &[BlockId], position: u32) -> u64 {
-        self.slots[self.slot(blocks, position)]
+        self.history(self.slot(blocks, position))
     }
 
     #[cfg(test)]
@@ -75,15 +88,24 @@ impl Timed {
         blocks[position / self.block_size].index() * self.block_size + position % self.block_size
     }
 
+    fn history(&self, slot: usize) -> u64 {
+        u64::from_le_bytes(self.slots.as_chunks().0[slot])
+    }
+
+    fn block_range(&self, block: BlockId) -> Range<usize> {
+        let len = self.block_size * SLOT_BYTES;
+        block.index() * len..(block.index() + 1) * len
+    }
+
     fn compute(&mut self, row: &BatchRow<'_>) -> Option<Sampled> {
         let mut history = match row.start.checked_sub(1) {
-            Some(last) => self.slots[self.slot(row.blocks, last)],
+            Some(last) => self.history(self.slot(row.blocks, last)),
             None => 0,
         };
         for (position, &token) in (row.start..).zip(row.tokens) {
             history = extend(history, token);
             let slot = self.slot(row.blocks, position);
-            self.slots[slot] = history;
+            self.slots.as_chunks_mut().0[slot] = history.to_le_bytes();
         }
         row.sample.as_ref().map(|request| self.draw(history, request))
     }
@@ -138,13 +160,42 @@ impl Executor for Timed {
 
     fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) {
         for (from, to) in pairs {
-            let first = from.index() * self.block_size;
-            self.slots.copy_within(first..first + self.block_size, to.index() * self.block_size);
+            let (from, to) = (self.block_range(*from), self.block_range(*to));
+            self.slots.copy_within(from, to.start);
         }
     }
 
     fn numerics_id(&self) -> &str {
         &self.numerics_id
+    }
+
+    fn kv(&self) -> Option<&dyn KvMemory> {
+        Some(self)
+    }
+
+    fn kv_mut(&mut self) -> Option<&mut dyn KvMemory> {
+        Some(self)
+    }
+}
+
+/// A block is the hashes of its slots, in order of position.
+impl KvMemory for Timed {
+    fn layout(&self) -> KvLayout {
+        let block_size = BlockSize::new(self.block_size as u32).expect("made from a block size");
+        KvLayout { format: "timed-1/u64le".to_owned(), block_size, block_bytes: Bytes((self.block_size * SLOT_BYTES) as u64) }
+    }
+
+    fn block(&self, block: BlockId) -> &[u8] {
+        &self.slots[self.block_range(block)]
+    }
+
+    fn block_mut(&mut self, block: BlockId) -> &mut [u8] {
+        let range = self.block_range(block);
+        &mut self.slots[range]
+    }
+
+    fn priced_block_bytes(&self) -> Bytes {
+        Bytes(self.priced_token_bytes.0 * self.block_size as u64)
     }
 }
 
@@ -210,6 +261,34 @@ mod tests {
         let text = |token: u32| String::from_utf8(token.to_le_bytes().to_vec()).unwrap();
         assert_eq!(text(sampled(&mut timed, greedy(), 0, &[1, 2, 3], &[]).token), "aqs ");
         assert_eq!(text(sampled(&mut timed, SamplingOptions::default(), 7, &[1, 2, 3], &[]).token), "e  z");
+    }
+
+    /// What a replica writes, another reads: the tokens drawn after copied blocks are those of the one that computed them.
+    #[test]
+    fn blocks_travel_as_bytes_and_are_priced_as_the_emulated_model_s() {
+        let mut source = timed(TokenSource::Text);
+        let prompt: Vec<u32> = (1..8).collect();
+        let drawn = sampled(&mut source, greedy(), 0, &prompt, &[]).token;
+        let mut target = timed(TokenSource::Text).with_kv_of(Bytes(1 << 17));
+        assert_eq!(target.layout(), source.layout());
+        assert_eq!((target.layout().block_bytes, target.priced_block_bytes()), (Bytes(16), Bytes(2 << 17)));
+        for block in (0..3).map(BlockId) {
+            target.block_mut(block).copy_from_slice(source.block(block));
+        }
+        let params = SamplingParams::new(greedy()).unwrap();
+        let blocks: Vec<BlockId> = (0..4).map(BlockId).collect();
+        let sample = SampleRequest {
+            params: &params,
+            seed: 0,
+            prompt_index: 0,
+            choice_index: 0,
+            output_index: 0,
+            prompt: &prompt,
+            output: &[],
+            suppressed: &[],
+        };
+        let last = BatchRow { sequence: SequenceId(0), tokens: &prompt[6..], start: 6, blocks: &blocks, sample: Some(sample) };
+        assert_eq!(target.step(&Batch { rows: vec![last] }).samples[0].as_ref().unwrap().token, drawn);
     }
 
     #[test]

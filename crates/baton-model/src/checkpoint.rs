@@ -65,6 +65,8 @@ impl Tensor<'_> {
 /// An opened model.
 pub(crate) struct Checkpoint {
     pub(crate) architecture: Architecture,
+    /// What decides the arithmetic and lies in none of the files.
+    config: String,
     files: Vec<Mmap>,
     tensors: Vec<Entry>,
     name_of: fn(Part) -> String,
@@ -143,10 +145,12 @@ impl Checkpoint {
         self.tensors.iter().map(|entry| entry.len as u64).sum()
     }
 
-    /// Hash of the content of all files: another revision of a model has the same header but other weights.
+    /// Hash of the content of all files and of the configuration beside them: another revision of a model has the same header but
+    /// other weights, and another rotary base the same weights.
     pub(crate) fn revision(&self) -> u128 {
         let mut hasher = Xxh3::new();
         self.files.iter().for_each(|file| hasher.update(file));
+        hasher.update(self.config.as_bytes());
         hasher.digest128()
     }
 }

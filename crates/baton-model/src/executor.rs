@@ -2,7 +2,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use baton_cost::ModelShape;
-use baton_engine::{Batch, Executor, Sampled, StepResult, sample};
+use baton_engine::{Batch, Executor, KvMemory, Sampled, StepResult, sample};
 use baton_kv::BlockId;
 
 use crate::checkpoint::Checkpoint;
@@ -186,6 +186,30 @@ impl Executor for CpuExecutor {
 
     fn numerics_id(&self) -> &str {
         &self.numerics_id
+    }
+
+    fn kv(&self) -> Option<&dyn KvMemory> {
+        Some(self)
+    }
+
+    fn kv_mut(&mut self) -> Option<&mut dyn KvMemory> {
+        Some(self)
+    }
+}
+
+/// A block is `[layer]` of keys `[kv head][group of 16 positions][dimension][16 positions]` and values
+/// `[kv head][position][dimension]`, in f32.
+impl KvMemory for CpuExecutor {
+    fn layout(&self) -> baton_engine::KvLayout {
+        self.kv.layout().into()
+    }
+
+    fn block(&self, block: BlockId) -> &[u8] {
+        self.kv.block(block.0)
+    }
+
+    fn block_mut(&mut self, block: BlockId) -> &mut [u8] {
+        self.kv.block_mut(block.0)
     }
 }
 

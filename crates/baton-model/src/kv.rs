@@ -1,5 +1,7 @@
 use std::ops::Range;
 
+use baton_units::{BlockSize, Bytes};
+
 use crate::ModelError;
 use crate::memory::Memory;
 use crate::simd::LANES;
@@ -7,7 +9,8 @@ use crate::simd::LANES;
 /// Where keys and values lie: `[block][layer]`, and in it keys `[kv head][group][dimension][16 positions]`, so that a vector of
 /// scores is one chain over dimensions, then values `[kv head][position][dimension]`.
 ///
-/// A group is 16 positions of a block, the last one padded. A block is one piece of memory over all layers, to be copied whole.
+/// A group is 16 positions of a block, the last one padded. A block is one piece of memory over all layers, to be copied whole. As
+/// blocks travel between replicas, whoever changes this changes `FORMAT` too.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct KvLayout {
     pub(crate) layers: usize,
@@ -36,6 +39,12 @@ impl KvLayout {
         self.layers * (self.keys_len() + self.values_len())
     }
 
+    /// Where a block's bytes lie.
+    fn block_range(self, block: u32) -> Range<usize> {
+        let len = self.block_len() * size_of::<f32>();
+        block as usize * len..(block as usize + 1) * len
+    }
+
     #[inline(always)]
     fn layer_start(self, block: u32, layer: usize) -> usize {
         (block as usize * self.layers + layer) * (self.keys_len() + self.values_len())
@@ -55,6 +64,22 @@ impl KvLayout {
         let len = self.block_size * self.head_dim;
         let start = self.layer_start(block, layer) + self.keys_len() + kv_head * len;
         start..start + len
+    }
+}
+
+/// Names this order of values.
+const FORMAT: &str = "baton-cpu-1";
+/// Values lie as the machine has them.
+const VALUES: &str = if cfg!(target_endian = "little") { "f32le" } else { "f32be" };
+
+impl From<KvLayout> for baton_engine::KvLayout {
+    fn from(layout: KvLayout) -> Self {
+        let KvLayout { layers, block_size, kv_heads, head_dim } = layout;
+        Self {
+            format: format!("{FORMAT}/{VALUES}/layers={layers}/kv_heads={kv_heads}/head_dim={head_dim}"),
+            block_size: BlockSize::new(block_size as u32).expect("checked when the executor was made"),
+            block_bytes: Bytes((layout.block_len() * size_of::<f32>()) as u64),
+        }
     }
 }
 
@@ -97,6 +122,15 @@ impl KvCache {
             let values = &mut memory[layout.values(block, layer, kv_head)];
             values[offset * layout.head_dim..][..layout.head_dim].copy_from_slice(value);
         }
+    }
+
+    /// The bytes of a whole block.
+    pub(crate) fn block(&self, block: u32) -> &[u8] {
+        &self.memory.bytes()[self.layout.block_range(block)]
+    }
+
+    pub(crate) fn block_mut(&mut self, block: u32) -> &mut [u8] {
+        &mut self.memory.bytes_mut()[self.layout.block_range(block)]
     }
 
     /// Copies a whole block.

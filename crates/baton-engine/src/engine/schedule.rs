@@ -80,7 +80,7 @@ impl Engine {
     }
 
     fn admit(&mut self, budget: &mut StepBudget) {
-        while self.running.len() < self.config.max_running as usize && self.admit_first(budget) {}
+        while self.places_taken() < self.config.max_running as usize && self.admit_first(budget) {}
     }
 
     /// Admits the first waiting sequence; false when there is none or it must wait.
@@ -108,9 +108,10 @@ impl Engine {
         sequence.table = Some(table);
         (sequence.computed, sequence.scheduled) = (hit, want);
         if sequence.cached.is_none() {
-            sequence.cached = Some(hit);
+            // A request that began elsewhere may find its output too.
+            sequence.cached = Some(hit.min(sequence.shared.prompt_len));
             self.counters.prefix_queries += u64::from(sequence.shared.prompt_len);
-            self.counters.prefix_hits += u64::from(hit);
+            self.counters.prefix_hits += u64::from(hit.min(sequence.shared.prompt_len));
         }
         budget.add(want, hit);
         self.insert_running(sequence);
@@ -119,7 +120,7 @@ impl Engine {
 
     /// A new choice runs at once if there is a place; else it waits, and finds the prompt in the prefix cache.
     pub(super) fn start_fork(&mut self, mut fork: Sequence) {
-        if self.running.len() < self.config.max_running as usize {
+        if self.places_taken() < self.config.max_running as usize {
             self.insert_running(fork);
         } else {
             self.pool.release(fork.table.take().expect("a fork shares its sibling's blocks"));
@@ -128,7 +129,7 @@ impl Engine {
         }
     }
 
-    fn insert_running(&mut self, sequence: Sequence) {
+    pub(super) fn insert_running(&mut self, sequence: Sequence) {
         let place = self.running.partition_point(|other| other.rank < sequence.rank);
         self.running.insert(place, sequence);
     }

@@ -1,16 +1,27 @@
-use std::sync::Arc;
+use std::{
+    ops::{Range, RangeInclusive},
+    sync::Arc,
+};
 
 use baton_kv::{BlockKey, BlockTable, CacheDomain, KvPool};
-use baton_units::{RequestId, Time, Tokens};
+use baton_units::{Priority, RequestId, Time, Tokens};
 
 use crate::{BatchRow, Finish, FinishReason, Output, SampleRequest, Sampled, SamplingParams, SequenceId, SequenceRecord};
 
-/// Place among all sequences: lower ranks are admitted and served first and preempted last.
+/// Place among all sequences: lower ranks are admitted and served first and preempted last. `order` is that of coming here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Rank {
     pub(super) priority: i32,
-    pub(super) arrival: u64,
+    pub(super) arrival: Time,
+    pub(super) order: u64,
     pub(super) choice: u32,
+}
+
+impl Rank {
+    /// Those of all choices of the request.
+    pub(super) fn choices(self) -> RangeInclusive<Self> {
+        Self { choice: 0, ..self }..=Self { choice: u32::MAX, ..self }
+    }
 }
 
 /// What the choices of one request share.
@@ -26,7 +37,10 @@ pub(super) struct Shared {
     pub(super) domain: Arc<CacheDomain>,
     /// End-of-sequence and stop tokens if `min_tokens` keeps them away for a while, else empty.
     pub(super) suppressed: Vec<u32>,
+    pub(super) priority: Priority,
     pub(super) arrival: Time,
+    /// Prompt and output tokens at most, as far as an engine that it was in decides it.
+    pub(super) length_limit: Tokens,
 }
 
 /// One choice of one request.
@@ -44,7 +58,7 @@ pub(super) struct Sequence {
     pub(super) scheduled: u32,
     /// Keys of the full blocks of `tokens`, as far as they were needed; at submission those of the prompt.
     pub(super) keys: Vec<BlockKey>,
-    /// `Some` while running.
+    /// `Some` while running, or frozen then.
     pub(super) table: Option<BlockTable>,
     /// Prefix hit of the first admission.
     pub(super) cached: Option<u32>,
@@ -55,13 +69,6 @@ pub(super) struct Sequence {
     pub(super) preemptions: u32,
     pub(super) first_scheduled: Option<Time>,
     pub(super) first_token: Option<Time>,
-}
-
-/// What ends an output.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Ends<'a> {
-    pub(super) eos: &'a [u32],
-    pub(super) length_limit: u32,
 }
 
 impl Sequence {
@@ -127,10 +134,13 @@ impl Sequence {
     }
 
     /// Appends a drawn token and says what to tell of it.
-    pub(super) fn append(&mut self, sampled: Sampled, ends: Ends<'_>, now: Time) -> Output {
+    pub(super) fn append(&mut self, sampled: Sampled, eos: &[u32], now: Time) -> Output {
         self.first_token.get_or_insert(now);
         self.tokens.push(sampled.token);
-        let finish = self.end_reason(sampled.token, ends).map(|reason| Finish { reason, record: self.record(now) });
+        let shared = &*self.shared;
+        let output = &self.tokens[shared.prompt_len as usize..];
+        let reason = end_reason(&shared.params, output, Tokens(self.len()), eos, shared.length_limit);
+        let finish = reason.map(|reason| Finish { reason, record: self.record(now) });
         Output {
             request: self.shared.request,
             choice: self.choice,
@@ -140,19 +150,6 @@ impl Sequence {
             top: sampled.top,
             cached_tokens: Tokens(self.cached.unwrap_or(0)),
             finish,
-        }
-    }
-
-    fn end_reason(&self, token: u32, ends: Ends<'_>) -> Option<FinishReason> {
-        let params = &self.shared.params;
-        if !params.ignore_eos && ends.eos.contains(&token) {
-            Some(FinishReason::EndOfSequence)
-        } else if params.stop_token_ids.binary_search(&token).is_ok() {
-            Some(FinishReason::StopToken(token))
-        } else if params.max_tokens.is_some_and(|max| self.output_len() >= max) || self.len() >= ends.length_limit {
-            Some(FinishReason::Length)
-        } else {
-            None
         }
     }
 
@@ -179,6 +176,11 @@ impl Sequence {
         if self.forked || self.output_len() > 0 { 1 } else { self.shared.choices }
     }
 
+    /// Indices of those choices.
+    pub(super) fn choices(&self) -> Range<u32> {
+        self.choice..self.choice.saturating_add(self.choices_here())
+    }
+
     /// Another choice: it shares the prompt's blocks and computes the prompt's last token again, for its own first draw.
     pub(super) fn fork(&self, id: SequenceId, choice: u32, pool: &mut KvPool) -> Self {
         let prompt_len = self.shared.prompt_len;
@@ -199,5 +201,25 @@ impl Sequence {
             first_scheduled: self.first_scheduled,
             first_token: None,
         }
+    }
+}
+
+/// Why an output of `total` tokens with its prompt ends with its last token; `None` when it goes on.
+pub(super) fn end_reason(
+    params: &SamplingParams,
+    output: &[u32],
+    total: Tokens,
+    eos: &[u32],
+    length_limit: Tokens,
+) -> Option<FinishReason> {
+    let &last = output.last()?;
+    if !params.ignore_eos && eos.contains(&last) {
+        Some(FinishReason::EndOfSequence)
+    } else if params.stop_token_ids.binary_search(&last).is_ok() {
+        Some(FinishReason::StopToken(last))
+    } else if params.max_tokens.is_some_and(|max| output.len() as u32 >= max) || total >= length_limit {
+        Some(FinishReason::Length)
+    } else {
+        None
     }
 }

@@ -2,6 +2,7 @@
 
 mod examples;
 mod laws;
+mod moves;
 mod speed;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,7 +12,7 @@ use baton_kv::{EngineHash, KvEvent};
 use baton_units::{BlockSize, Blocks};
 
 use super::*;
-use crate::{BatchRow, SamplingOptions, SamplingParams, Timed, TokenBudget, TokenSource};
+use crate::{BatchRow, KvMemory, SamplingOptions, SamplingParams, Timed, TokenBudget, TokenSource};
 
 /// Time is not what most tests are about: a step takes 1 ms and 10 us a token.
 const STEP: StepCoefficients =
@@ -92,6 +93,14 @@ impl Executor for Checked {
     fn numerics_id(&self) -> &str {
         self.0.numerics_id()
     }
+
+    fn kv(&self) -> Option<&dyn KvMemory> {
+        self.0.kv()
+    }
+
+    fn kv_mut(&mut self) -> Option<&mut dyn KvMemory> {
+        self.0.kv_mut()
+    }
 }
 
 /// What a choice has put out: tokens with their log-probabilities, and its end.
@@ -112,7 +121,15 @@ struct World {
     told: BTreeMap<(u64, u32), Told>,
     replayed: BTreeSet<EngineHash>,
     events: Vec<KvEvent>,
-    progress: BTreeMap<SequenceId, (u32, u32)>,
+    progress: BTreeMap<SequenceId, Progress>,
+}
+
+/// How far a sequence was when it was last looked at.
+#[derive(Default)]
+struct Progress {
+    computed: Tokens,
+    preemptions: u32,
+    full: Vec<BlockId>,
 }
 
 impl World {
@@ -137,7 +154,8 @@ impl World {
         let preemptions = self.engine.counters.preemptions;
         let before: Vec<_> = self.engine.running.iter().map(|sequence| (sequence.rank, sequence.preemptions)).collect();
         let Some(plan) = self.engine.plan(self.now) else {
-            assert!(self.engine.is_idle(), "nothing was planned though {:?} waits", self.engine.waiting.keys().next());
+            let held = !self.engine.frozen.is_empty() || !self.engine.prepared.is_empty();
+            assert!(self.engine.is_idle() || held, "nothing was planned though {:?} waits", self.engine.waiting.keys().next());
             return false;
         };
         check_writes(&plan.batch, self.executor.0.block_size());
@@ -206,20 +224,27 @@ impl World {
         let pool = &engine.pool;
         assert_eq!(pool.free() + pool.reclaimable() + pool.used(), pool.total());
         let mut references = vec![0; pool.total().0 as usize];
-        for sequence in &engine.running {
-            for block in sequence.table.as_ref().unwrap().blocks() {
+        assert!(engine.running.iter().all(|sequence| sequence.table.is_some()));
+        let tables = engine.running.iter().chain(engine.frozen.values()).filter_map(|sequence| sequence.table.as_ref());
+        for table in tables.chain(engine.prepared.values().map(|preparation| &preparation.table)) {
+            for block in table.blocks() {
                 references[block.index()] += 1;
             }
         }
         for (index, tables) in references.into_iter().enumerate() {
             assert_eq!(pool.references(BlockId(index as u32)), tables, "references are tables");
         }
-        assert!(engine.running.len() <= engine.config.max_running as usize);
+        assert!(engine.places_taken() <= engine.config.max_running as usize);
         assert!(engine.running.is_sorted_by_key(|sequence| sequence.rank));
-        for sequence in engine.running.iter().chain(engine.waiting.values()) {
-            assert!(sequence.computed < sequence.len() && sequence.len() <= engine.length_limit.0);
-            let (computed, preemptions) = self.progress.insert(sequence.id, (sequence.computed, sequence.preemptions)).unwrap_or_default();
-            assert!(sequence.computed >= computed || sequence.preemptions > preemptions || sequence.forked);
+        for view in engine.sequences() {
+            assert!(view.computed < view.total && view.total <= engine.length_limit);
+            let progress = self.progress.entry(view.id).or_default();
+            if view.preemptions == progress.preemptions {
+                assert!(view.computed >= progress.computed || engine.get(view.id).unwrap().forked);
+                assert!(view.blocks.starts_with(&progress.full), "full blocks stay where they are");
+            }
+            let full = view.blocks[..view.keys.len()].to_vec();
+            *progress = Progress { computed: view.computed, preemptions: view.preemptions, full };
         }
         assert!(engine.waiting.values().all(|sequence| sequence.computed == 0 && sequence.table.is_none()));
         self.replay();

@@ -16,7 +16,7 @@ pub(super) fn open(path: &Path, file: Mmap) -> Result<Checkpoint, ModelError> {
         Problem::Model(problem) => problem,
     })?;
     let tensors = header.tensors.iter().map(|tensor| entry(&header, tensor, &file)).collect::<Result<_, _>>().map_err(error)?;
-    Ok(Checkpoint { architecture, files: vec![file], tensors, name_of: name })
+    Ok(Checkpoint { architecture, config: String::new(), files: vec![file], tensors, name_of: name })
 }
 
 enum Problem {

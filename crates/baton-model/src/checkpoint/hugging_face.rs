@@ -54,7 +54,7 @@ pub(super) fn open(folder: &Path) -> Result<Checkpoint, ModelError> {
         tensors.extend(entries(&path, &file, files.len())?);
         files.push(file);
     }
-    Ok(Checkpoint { architecture, files, tensors, name_of: name })
+    Ok(Checkpoint { architecture, config: text, files, tensors, name_of: name })
 }
 
 /// The files that `model.safetensors.index.json` names, or the only one.

@@ -128,6 +128,19 @@ fn an_executor_says_what_it_runs() {
     assert_ne!(id, load(2).numerics_id());
 }
 
+/// In a folder the rotary base lies beside the weights, and decides the bits as they do.
+#[test]
+fn another_configuration_of_the_same_weights_is_another_model() {
+    let folder = Folder::new();
+    Tiny::new(Family::Llama, TensorKind::F32, 1).write_hugging_face(folder.path(), 1);
+    let id = || CpuExecutor::load(folder.path(), &config()).unwrap().numerics_id().to_owned();
+    let before = id();
+    let text = std::fs::read_to_string(folder.path().join("config.json")).unwrap();
+    let changed = folder.file("config.json", text.replace("10000.0", "500000.0").as_bytes());
+    assert_ne!(std::fs::read_to_string(changed).unwrap(), text);
+    assert_ne!(id(), before);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 

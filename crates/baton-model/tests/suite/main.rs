@@ -5,6 +5,7 @@
 mod files;
 mod greedy;
 mod invariance;
+mod moves;
 mod oracle;
 mod products;
 mod support;

@@ -17,7 +17,7 @@ enum Happening {
 }
 
 #[derive(Debug, Clone)]
-struct Submission {
+pub(super) struct Submission {
     /// Prompts are cuts of a few base texts, so that they share prefixes.
     text: u32,
     len: u32,
@@ -46,7 +46,7 @@ fn options() -> impl Strategy<Value = SamplingOptions> {
     )
 }
 
-fn submission() -> impl Strategy<Value = Submission> {
+pub(super) fn submission() -> impl Strategy<Value = Submission> {
     let salts = prop::sample::select(vec![None, None, Some("tenant")]);
     let adapters = prop::sample::select(vec![None, None, None, Some("lora")]);
     (0u32..3, 1u32..40, 1u32..4, options(), -2i32..3, salts, adapters).prop_map(|(text, len, choices, options, priority, salt, adapter)| {
@@ -65,7 +65,7 @@ fn happening() -> impl Strategy<Value = Happening> {
     ]
 }
 
-fn any_config() -> impl Strategy<Value = EngineConfig> {
+pub(super) fn any_config() -> impl Strategy<Value = EngineConfig> {
     let budget = prop_oneof![
         3 => (1u32..40).prop_map(|tokens| TokenBudget::Fixed(Tokens(tokens))),
         1 => (1u32..8, 8u32..40, 900u64..1_400).prop_map(|(least, most, target_us)| TokenBudget::Latency {
@@ -87,6 +87,19 @@ fn any_config() -> impl Strategy<Value = EngineConfig> {
     )
 }
 
+impl Submission {
+    pub(super) fn request(self, id: u64) -> NewRequest {
+        let Self { text, len, choices, options, priority, salt, adapter } = self;
+        NewRequest {
+            choices,
+            priority: Priority(priority),
+            salt: salt.map(str::to_owned),
+            adapter: adapter.map(str::to_owned),
+            ..request(id, &prompt(text * 10, len), options)
+        }
+    }
+}
+
 struct Run {
     world: World,
     accepted: Vec<NewRequest>,
@@ -99,14 +112,7 @@ impl Run {
     }
 
     fn submit(&mut self, submission: Submission, id: u64) {
-        let Submission { text, len, choices, options, priority, salt, adapter } = submission;
-        let new = NewRequest {
-            choices,
-            priority: Priority(priority),
-            salt: salt.map(str::to_owned),
-            adapter: adapter.map(str::to_owned),
-            ..request(id, &prompt(text * 10, len), options)
-        };
+        let (len, new) = (submission.len, submission.request(id));
         let fits = self.world.engine.max_model_len() - Tokens(1);
         let submitted = self.world.engine.submit(new.clone(), self.world.now);
         if Tokens(len) > fits {
