@@ -4,7 +4,9 @@
 #![allow(clippy::float_cmp, reason = "counters are whole numbers")]
 
 mod behaviour;
+mod gateway;
 mod kv_events;
 mod metrics;
+mod moves;
 mod shapes;
 mod support;
