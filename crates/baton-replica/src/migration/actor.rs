@@ -47,7 +47,7 @@ pub(super) enum Input {
     Frame {
         gateway: GatewayName,
         connection: ConnectionId,
-        frame: ControlFrame,
+        frame: Box<ControlFrame>,
     },
     Source {
         request: RequestName,
@@ -67,6 +67,7 @@ pub(super) enum Input {
 }
 
 /// Of the copy of a request that leaves.
+#[derive(Clone, Copy)]
 pub(super) enum FromSource {
     /// Little is left, and the request should stand still for it.
     Ready,
@@ -81,7 +82,7 @@ pub(super) enum FromTarget {
     /// Room was made. The answer is whether the seat takes it.
     Arrived { source: Place, room: Room, orders: mpsc::UnboundedSender<TargetOrder>, answer: oneshot::Sender<bool> },
     /// All KV is here.
-    State { entries: Vec<OutputEntry>, run: RunRequest },
+    State { entries: Vec<OutputEntry>, run: Box<RunRequest> },
     /// The connection is gone, or was let go of.
     Lost,
     /// Another one may come.
@@ -235,7 +236,7 @@ impl Actor {
             }
             Input::Frame { gateway, connection, frame } => {
                 if self.attached(gateway, connection).is_some() {
-                    self.frame(gateway, frame);
+                    self.frame(gateway, *frame);
                 }
             }
             Input::Source { request, attempt, news } => self.source_told(request, attempt, news),
@@ -268,7 +269,7 @@ impl Actor {
                 }
                 self.expected.insert(request, Expected { attempt, source, nonce });
             }
-            ControlFrame::ToSeat { request, message, with } if request.gateway == gateway => self.from_gateway(request, message, &with),
+            ControlFrame::ToSeat { request, message, with } if request.gateway == gateway => self.gateway_told(request, message, &with),
             ControlFrame::Expect { .. } | ControlFrame::ToSeat { .. } => {
                 tracing::warn!(gateway = gateway.id, "a gateway spoke of another one's request; it is not heard");
             }
@@ -278,7 +279,7 @@ impl Actor {
         }
     }
 
-    fn from_gateway(&mut self, request: RequestName, message: ToSeat<OutputEntry>, with: &[u8]) {
+    fn gateway_told(&mut self, request: RequestName, message: ToSeat<OutputEntry>, with: &[u8]) {
         match &message {
             ToSeat::Start { .. } => match RunRequest::from_bytes(with) {
                 Ok(spec) => self.requests.entry(request).or_default().spec = Some(spec),
@@ -481,16 +482,16 @@ impl Actor {
             }
             SeatsOutput::ToPeer { request, to: _, message } => {
                 self.unsettled.insert(request);
-                self.to_peer(request, message);
+                self.tell_peer(request, message);
             }
             SeatsOutput::Work { request, work } => {
                 self.unsettled.insert(request);
-                self.work(request, work);
+                self.work(request, &work);
             }
         }
     }
 
-    fn to_peer(&mut self, request: RequestName, message: ToPeer<OutputEntry>) {
+    fn tell_peer(&mut self, request: RequestName, message: ToPeer<OutputEntry>) {
         let Some(here) = self.requests.get_mut(&request) else { return };
         match message {
             // The connection loses nothing, so that what is repeated was heard. It ends with the copy or the arrival.
@@ -509,8 +510,8 @@ impl Actor {
         }
     }
 
-    fn work(&mut self, request: RequestName, work: Work) {
-        match work {
+    fn work(&mut self, request: RequestName, work: &Work) {
+        match *work {
             Work::Run { kv } => self.start(request, kv),
             Work::Copy { attempt, target } => self.copy(request, attempt, target),
             Work::EndCopy { attempt } => {

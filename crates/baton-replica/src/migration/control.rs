@@ -82,7 +82,7 @@ async fn read(
 ) -> Result<(), ConnectionError> {
     loop {
         let raw = reader.read().await?;
-        let frame = ControlFrame::decode(raw.kind, &raw.body)?;
+        let frame = Box::new(ControlFrame::decode(raw.kind, &raw.body)?);
         let _ = inputs.send(Input::Frame { gateway, connection, frame }).await;
     }
 }

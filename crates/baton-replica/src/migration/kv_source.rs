@@ -5,7 +5,7 @@ use std::{convert::Infallible, ops::Range, sync::Arc, time::Duration};
 use baton_migration::{Place, RequestName, Tag};
 use baton_units::{BlockSize, Blocks, Incarnation, ReplicaId, RequestId, Tokens};
 use baton_wire::migration::{
-    BlockHeader, FrameError, KvFrame, KvPlan, MoveTo, OutputEntry, Refusal,
+    BlockHeader, FrameError, HeldBlocks, KvFrame, KvPlan, MoveTo, OutputEntry, Refusal,
     handshake::{Role, Side},
 };
 use tokio::{
@@ -67,6 +67,12 @@ enum CopyError {
     Ended,
 }
 
+impl CopyError {
+    fn unexpected(frame: KvFrame) -> Self {
+        Self::Unexpected(Box::new(frame))
+    }
+}
+
 impl From<std::io::Error> for CopyError {
     fn from(error: std::io::Error) -> Self {
         Self::Connection(error.into())
@@ -97,13 +103,10 @@ impl KvSource {
         let exported = self.export().await?;
         let preemptions = exported.progress.preemptions;
         link.writer.kv(&KvFrame::Prepare(self.plan(&exported))).await?;
-        let mut next = match link.receive().await? {
-            KvFrame::Have { blocks, credit } => {
-                link.credit = credit;
-                Blocks(blocks.held)
-            }
-            other => return Err(CopyError::Unexpected(Box::new(other))),
-        };
+        let answer = link.receive().await?;
+        let KvFrame::Have { blocks: HeldBlocks { held }, credit } = answer else { return Err(CopyError::unexpected(answer)) };
+        link.credit = credit;
+        let mut next = Blocks(held);
         for _ in 0..ROUNDS_MAX {
             let full = self.progress(preemptions).await?.computed.full_blocks(self.block_size());
             if full <= next + LAST_BLOCKS {
@@ -121,13 +124,16 @@ impl KvSource {
         let all = exported.progress.computed.to_blocks(self.block_size());
         self.send(&mut link, next.0..all.0, preemptions).await?;
         link.writer.kv(&KvFrame::State { entries, plan: self.plan(&exported) }).await?;
-        loop {
-            match link.receive().await? {
-                KvFrame::Credit { .. } => {}
-                KvFrame::Prepared { entries } => break self.tell(FromSource::Prepared { entries }).await,
-                other => return Err(CopyError::Unexpected(Box::new(other))),
+        let entries = loop {
+            let frame = link.receive().await?;
+            if let KvFrame::Prepared { entries } = frame {
+                break entries;
             }
-        }
+            if !matches!(frame, KvFrame::Credit { .. }) {
+                return Err(CopyError::unexpected(frame));
+            }
+        };
+        self.tell(FromSource::Prepared { entries }).await;
         // From here on the gateway decides, whatever becomes of the connection.
         std::future::pending().await
     }
@@ -207,19 +213,20 @@ impl Link {
     async fn receive(&mut self) -> Result<KvFrame, CopyError> {
         let ended = || ConnectionError::Io(std::io::ErrorKind::UnexpectedEof.into());
         let frame = self.frames.recv().await.ok_or_else(ended)??;
-        match frame {
-            KvFrame::Refuse(refusal) => Err(CopyError::Refused(refusal)),
-            KvFrame::Abort { why } => Err(CopyError::Aborted(why)),
-            other => Ok(other),
+        if let KvFrame::Refuse(refusal) = &frame {
+            return Err(CopyError::Refused(refusal.clone()));
         }
+        if let KvFrame::Abort { why } = &frame {
+            return Err(CopyError::Aborted(why.clone()));
+        }
+        Ok(frame)
     }
 
     async fn wait_for_credit(&mut self, bytes: u64) -> Result<(), CopyError> {
         while self.credit < bytes {
-            match self.receive().await? {
-                KvFrame::Credit { bytes } => self.credit = self.credit.saturating_add(bytes),
-                other => return Err(CopyError::Unexpected(Box::new(other))),
-            }
+            let frame = self.receive().await?;
+            let KvFrame::Credit { bytes } = frame else { return Err(CopyError::unexpected(frame)) };
+            self.credit = self.credit.saturating_add(bytes);
         }
         self.credit -= bytes;
         Ok(())

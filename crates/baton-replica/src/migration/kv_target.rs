@@ -214,12 +214,12 @@ impl KvTarget<'_> {
                 && let Some((entries, run)) = arrival.state.take()
             {
                 arrival.check(&run, self.identity)?;
-                self.tell(FromTarget::State { entries, run }).await;
+                self.tell(FromTarget::State { entries, run: Box::new(run) }).await;
             }
             tokio::select! {
                 frame = frames.recv() => {
                     let ended = || ConnectionError::Io(std::io::ErrorKind::UnexpectedEof.into());
-                    self.heard(frame.ok_or_else(ended)??, block_bytes, &mut arrival)?;
+                    arrival.heard(frame.ok_or_else(ended)??, block_bytes)?;
                 }
                 written = written(&mut arrival.writing) => {
                     let bytes = written.map_err(TakeError::Refused)?;
@@ -231,22 +231,6 @@ impl KvTarget<'_> {
                     None => return Ok(()),
                 },
             }
-        }
-    }
-
-    fn heard(&self, raw: Raw, block_bytes: u64, arrival: &mut Arrival) -> Result<(), TakeError> {
-        match decode(&raw)? {
-            KvFrame::Block(header) => arrival.block(header, raw.payload, block_bytes),
-            KvFrame::State { entries, plan } => {
-                let run = RunRequest::from_bytes(&plan.request).map_err(|why| TakeError::Refused(Refusal::Other(why)))?;
-                if plan.tokens != [&run.prompt[..], &travel::token_ids(&entries)].concat() {
-                    return Err(TakeError::Protocol("the tokens of the state are not those of its entries".to_owned()));
-                }
-                arrival.state = Some((entries, run));
-                Ok(())
-            }
-            KvFrame::Abort { why } => Err(TakeError::Aborted(why)),
-            other => Err(TakeError::Protocol(format!("{other:?} is not for a target"))),
         }
     }
 
@@ -288,6 +272,25 @@ impl KvTarget<'_> {
 }
 
 impl Arrival {
+    fn heard(&mut self, raw: Raw, block_bytes: u64) -> Result<(), TakeError> {
+        let frame = decode(&raw)?;
+        if let KvFrame::Block(header) = frame {
+            return self.block(header, raw.payload, block_bytes);
+        }
+        if let KvFrame::Abort { why } = &frame {
+            return Err(TakeError::Aborted(why.clone()));
+        }
+        let KvFrame::State { entries, plan } = frame else {
+            return Err(TakeError::Protocol("the source sent what only targets send".to_owned()));
+        };
+        let run = RunRequest::from_bytes(&plan.request).map_err(|why| TakeError::Refused(Refusal::Other(why)))?;
+        if plan.tokens != [&run.prompt[..], &travel::token_ids(&entries)].concat() {
+            return Err(TakeError::Protocol("the tokens of the state are not those of its entries".to_owned()));
+        }
+        self.state = Some((entries, run));
+        Ok(())
+    }
+
     fn block(&mut self, header: BlockHeader, bytes: Vec<u8>, block_bytes: u64) -> Result<(), TakeError> {
         let BlockHeader { index, tokens, checksum } = header;
         if bytes.len() as u64 != block_bytes {
@@ -328,10 +331,10 @@ async fn written(writing: &mut Option<(oneshot::Receiver<Result<(), MoveRefusal>
 }
 
 fn refusal(why: &MoveRefusal) -> Refusal {
-    match why {
-        MoveRefusal::NoRoom(room) => Refusal::NoRoom { needed: room.needed.0, free: room.available.0 },
-        other => Refusal::Other(other.to_string()),
+    if let MoveRefusal::NoRoom(room) = why {
+        return Refusal::NoRoom { needed: room.needed.0, free: room.available.0 };
     }
+    Refusal::Other(why.to_string())
 }
 
 async fn read(mut reader: FrameReader, frames: mpsc::Sender<Result<Raw, ConnectionError>>) {

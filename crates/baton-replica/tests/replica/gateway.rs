@@ -179,10 +179,9 @@ impl Gateway {
                 let due = self.requests.values().map(|request| request.ownership.poll_timeout()).min().unwrap_or(Time::NEVER);
                 let due = due.since(self.now()).min(PATIENCE);
                 tokio::select! {
-                    Some((from, frame)) = self.frames.recv() => match frame {
-                        Some(frame) => self.heard(from, frame).await,
-                        // It may have been followed by another one.
-                        None => {}
+                    // The end of a connection says nothing here: a newer one may have ended it.
+                    Some((from, frame)) = self.frames.recv() => if let Some(frame) = frame {
+                        self.heard(from, frame).await;
                     },
                     () = tokio::time::sleep(due) => {
                         for number in self.requests.keys().copied().collect::<Vec<_>>() {

@@ -239,6 +239,33 @@ async fn what_cannot_move_stays_and_goes_on() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn one_request_leaves_a_replica_and_one_comes_to_it_at_a_time() {
+    let mut fleet = Fleet::start(vec![migrating("a"), migrating("b"), migrating("c")]).await;
+    let alone = fleet.alone(&greedy(200)).await;
+    let (address, prepared) = hold_back_what_the_target_says(fleet.gateway.kv_address(fleet.places[1])).await;
+    fleet.gateway.acknowledges = false;
+    for (number, owner) in [(1, 0), (2, 0), (3, 2)] {
+        fleet.gateway.start(number, fleet.places[owner], greedy(200)).await;
+        fleet.delivered(number, 20).await;
+    }
+    fleet.gateway.kv_address = Some(address);
+    fleet.gateway.tell(1, OwnershipInput::Move { target: fleet.places[1] }).await;
+    prepared.await.unwrap();
+    fleet.gateway.kv_address = None;
+    fleet.stays(2, 2).await;
+    fleet.stays(3, 1).await;
+    assert_eq!(fleet.gateway.request(1).attempts_ended, 0);
+    // The gateway gives it up, and it goes on where it was.
+    fleet.gateway.tell(1, OwnershipInput::Stay).await;
+    fleet.gateway.acknowledge(1).await;
+    for number in [1, 2, 3] {
+        let output = fleet.finished(number).await;
+        assert_same(&output, &alone);
+    }
+    fleet.empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_target_that_dies_after_it_prepared_costs_nothing() {
     let mut fleet = Fleet::start(vec![migrating("a"), migrating("b")]).await;
     let alone = fleet.alone(&sampled(200)).await;

@@ -190,6 +190,13 @@ fn a_proof_is_good_for_one_side_of_one_connection_and_one_key() {
     assert!(opened(Side::Dialer, 1) && !opened(Side::Listener, 1) && !opened(Side::Dialer, 2));
 }
 
+#[derive(serde::Serialize)]
+struct Least {
+    model: &'static str,
+    prompt: Vec<u32>,
+    seed: u64,
+}
+
 #[test]
 fn what_to_run_comes_out_as_it_went_in_and_needs_only_what_has_no_default() {
     let run = RunRequest {
@@ -204,12 +211,6 @@ fn what_to_run_comes_out_as_it_went_in_and_needs_only_what_has_no_default() {
         ..RunRequest::default()
     };
     assert_eq!(RunRequest::from_bytes(&run.to_bytes()), Ok(run));
-    #[derive(serde::Serialize)]
-    struct Least {
-        model: &'static str,
-        prompt: Vec<u32>,
-        seed: u64,
-    }
     let bytes = rmp_serde::to_vec_named(&Least { model: "m", prompt: vec![1], seed: 7 }).unwrap();
     let least = RunRequest { model: "m".to_owned(), prompt: vec![1], seed: 7, ..RunRequest::default() };
     assert_eq!(RunRequest::from_bytes(&bytes), Ok(least));
