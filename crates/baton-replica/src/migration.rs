@@ -69,14 +69,22 @@ pub(crate) struct Migration {
     _tasks: JoinSet<()>,
 }
 
+impl MigrationConfig {
+    /// Whether a replica may listen so.
+    pub fn check(&self) -> Result<(), MigrationError> {
+        if self.host.is_unspecified() {
+            return Err(MigrationError::Unspecified(self.host));
+        }
+        if !self.host.is_loopback() && self.fleet_key.is_none() {
+            return Err(MigrationError::NoKey(self.host));
+        }
+        Ok(())
+    }
+}
+
 impl Listeners {
     pub(crate) async fn bind(config: &MigrationConfig) -> Result<Self, MigrationError> {
-        if config.host.is_unspecified() {
-            return Err(MigrationError::Unspecified(config.host));
-        }
-        if !config.host.is_loopback() && config.fleet_key.is_none() {
-            return Err(MigrationError::NoKey(config.host));
-        }
+        config.check()?;
         let (control, control_address) = bind(config.host, config.control_port).await?;
         let (kv, kv_address) = bind(config.host, config.kv_port).await?;
         Ok(Self { control, control_address, kv, kv_address })

@@ -29,7 +29,7 @@ use crate::driver::{EngineHandle, MoveCommand, MoveEvent, Room};
 
 /// Entries that a gateway need not have acknowledged before a request is paused; it goes on when half of them are.
 const CREDIT: u32 = 256;
-/// Announced attempts; the gateway whose announcement is the oldest has forgotten it.
+/// Announced attempts; beyond these a gateway's oldest request is not expected any more, and its source is refused.
 const EXPECTED_MAX: usize = 4096;
 
 /// What a connection or a copy tells the actor.
