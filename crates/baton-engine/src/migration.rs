@@ -4,7 +4,7 @@ use baton_kv::{BlockId, BlockKey, OutOfBlocks};
 use baton_units::{Blocks, RequestId, Tokens};
 use serde::{Deserialize, Serialize};
 
-use crate::{NewRequest, SequenceId, SubmitError};
+use crate::{FinishReason, NewRequest, SequenceId, SubmitError};
 
 /// All that an engine needs to go on with a sequence of another engine; with equal [`Numerics`](crate::Numerics), which the owners of
 /// both compare, it goes on with the same tokens and log-probabilities. Its KV travels apart, or is computed anew from the tokens.
@@ -141,8 +141,9 @@ pub enum MoveRefusal {
     Eos { source_eos: Vec<u32>, target_eos: Vec<u32> },
     #[error("the sequence may reach {needed}, and at most {limit} are held here")]
     TooLong { needed: Tokens, limit: Tokens },
+    /// With the reason of its end.
     #[error("the output is complete; nothing is left to compute")]
-    Complete,
+    Complete(FinishReason),
     #[error("the state contradicts itself: {0}")]
     Contradiction(&'static str),
     #[error("{limit} sequences run, are frozen or are prepared for, which is the most that may; retry later")]

@@ -29,6 +29,11 @@ impl Clock {
         Time::ZERO + self.origin.elapsed().div_f64(self.scale)
     }
 
+    /// A span of model time in real time.
+    pub(crate) fn real(&self, span: Duration) -> Duration {
+        span.mul_f64(self.scale)
+    }
+
     /// Seconds since 1970 at a moment; the same for all scales at the start.
     pub(crate) fn unix_s(&self, at: Time) -> f64 {
         self.origin_unix_s + at.0 as f64 / 1e9

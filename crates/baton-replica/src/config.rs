@@ -4,9 +4,11 @@ use std::{
 };
 
 use baton_engine::EngineConfig;
+use baton_migration::Timing;
+use baton_wire::migration::handshake::FleetKey;
 
 /// One replica: an engine and how it is served.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub struct ReplicaConfig {
     /// Name of the replica in the fleet; the same over restarts.
     pub id: String,
@@ -19,6 +21,8 @@ pub struct ReplicaConfig {
     pub pace: Pace,
     /// KV events on loopback ports that the system picks by default; `None` publishes none.
     pub kv_events: Option<KvEventsConfig>,
+    /// Live migration; `None`, the default, takes no part in it.
+    pub migration: Option<MigrationConfig>,
     /// How long a shutdown waits for running requests. Default 10 s.
     pub drain: Duration,
 }
@@ -62,6 +66,28 @@ pub struct KvEventsConfig {
     pub topic: String,
 }
 
+/// Where gateways attach to run and to move requests, and other replicas bring KV.
+#[derive(Debug, Clone)]
+pub struct MigrationConfig {
+    /// The address that gateways and other replicas reach this one by. One that is not of this machine alone needs a fleet key.
+    pub host: IpAddr,
+    /// Port for gateways; 0 lets the system pick.
+    pub control_port: u16,
+    /// Port for KV of other replicas; 0 lets the system pick.
+    pub kv_port: u16,
+    /// Shared by all gateways and replicas of the fleet, which prove that they know it.
+    pub fleet_key: Option<FleetKey>,
+    /// Heartbeats, leases and repeats; those of all parties should be the same.
+    pub timing: Timing,
+}
+
+impl Default for MigrationConfig {
+    /// On loopback ports that the system picks, without a key.
+    fn default() -> Self {
+        Self { host: Ipv4Addr::LOCALHOST.into(), control_port: 0, kv_port: 0, fleet_key: None, timing: Timing::default() }
+    }
+}
+
 impl ReplicaConfig {
     /// The defaults around an engine.
     pub fn new(id: &str, model: &str, engine: EngineConfig, pace: Pace) -> Self {
@@ -73,6 +99,7 @@ impl ReplicaConfig {
             engine,
             pace,
             kv_events: Some(kv_events),
+            migration: None,
             drain: Duration::from_secs(10),
         }
     }

@@ -13,10 +13,15 @@ use std::{
 };
 
 use baton_engine::{Engine, Executor, NewRequest, Output, SequenceRecord, Status, SubmitError};
-use baton_units::{RequestId, Time, Tokens};
+use baton_units::{DurationMs, RequestId, Time, Tokens};
 use tokio::sync::{Notify, mpsc, oneshot};
 
 use crate::{clock::Clock, kv_publisher::StepEvents, metrics::Metrics};
+
+mod moves;
+
+use moves::{Bench, Moves};
+pub(crate) use moves::{COPIED_BETWEEN_STEPS_MAX, Exported, MoveCommand, MoveEvent, Progress, Room};
 
 /// One way into the engine thread.
 ///
@@ -39,6 +44,8 @@ struct Shared {
     next_request: AtomicU64,
     /// Client requests being answered.
     generations: AtomicU32,
+    /// Of the running step, in real microseconds; 0 while none runs.
+    step_predicted_us: AtomicU64,
 }
 
 struct Stamped {
@@ -55,6 +62,7 @@ enum Command {
     /// Requests by the ids that clients see, or all.
     AbortNamed(Option<Vec<String>>, oneshot::Sender<usize>),
     ResetPrefixCache(oneshot::Sender<()>),
+    Move(MoveCommand),
     Shutdown,
 }
 
@@ -133,6 +141,15 @@ impl EngineHandle {
         receiver.await.map_err(|_| EngineGone)
     }
 
+    pub(crate) fn move_sequence(&self, command: MoveCommand) -> Result<(), EngineGone> {
+        self.send(Command::Move(command))
+    }
+
+    /// How long the engine thinks that the running step takes, in real time; zero while none runs.
+    pub(crate) fn step_predicted(&self) -> Duration {
+        Duration::from_micros(self.shared.step_predicted_us.load(Ordering::Relaxed))
+    }
+
     pub(crate) fn shut_down(&self) {
         let _ = self.send(Command::Shutdown);
     }
@@ -172,10 +189,12 @@ pub(crate) struct Parts {
     pub(crate) modelled: bool,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) kv_events: Option<mpsc::Sender<StepEvents>>,
+    /// Where requests of the migration protocol are told of; `None` runs none.
+    pub(crate) move_events: Option<mpsc::UnboundedSender<MoveEvent>>,
 }
 
 /// Starts the thread. It ends after [`EngineHandle::shut_down`], or when the engine fails.
-pub(crate) fn start(parts: Parts) -> std::io::Result<(EngineHandle, thread::JoinHandle<()>)> {
+pub(crate) fn start(mut parts: Parts) -> std::io::Result<(EngineHandle, thread::JoinHandle<()>)> {
     let (sender, commands) = std::sync::mpsc::channel();
     let shared = Arc::new(Shared {
         status: Mutex::new(parts.engine.status()),
@@ -185,9 +204,11 @@ pub(crate) fn start(parts: Parts) -> std::io::Result<(EngineHandle, thread::Join
         failure: Notify::new(),
         next_request: AtomicU64::new(0),
         generations: AtomicU32::new(0),
+        step_predicted_us: AtomicU64::new(0),
     });
     let handle = EngineHandle { commands: sender, shared: Arc::clone(&shared), clock: parts.clock };
-    let mut driver = Driver { parts, shared, commands, held: None, live: BTreeMap::new(), now: Time::ZERO };
+    let moves = Moves::new(parts.move_events.take());
+    let mut driver = Driver { parts, shared, commands, held: None, live: BTreeMap::new(), moves, now: Time::ZERO };
     let thread = thread::Builder::new().name("engine".into()).spawn(move || driver.run_to_the_end())?;
     Ok((handle, thread))
 }
@@ -199,6 +220,7 @@ struct Driver {
     /// Came after the step that is to be planned.
     held: Option<Stamped>,
     live: BTreeMap<RequestId, Live>,
+    moves: Moves,
     /// Model time up to which the engine has worked.
     now: Time,
 }
@@ -236,6 +258,9 @@ impl Driver {
             if self.step() {
                 continue;
             }
+            if self.moves.has_deferred() {
+                continue;
+            }
             self.publish_events();
             self.publish_status();
             if !self.let_time_pass(|commands| commands.recv().ok()) {
@@ -257,6 +282,8 @@ impl Driver {
         if !self.parts.modelled {
             self.now = self.parts.clock.now();
         }
+        let mut bench = Bench { engine: &mut self.parts.engine, executor: self.parts.executor.as_mut(), now: self.now };
+        self.moves.next_boundary(&mut bench);
         let mut submitted = (0, 0);
         while let Some(stamped) = self.held.take().or_else(|| self.commands.try_recv().ok()) {
             if stamped.at > self.now {
@@ -279,6 +306,10 @@ impl Driver {
                     self.parts.engine.reset_prefix_cache();
                     let _ = done.send(());
                 }
+                Command::Move(command) => {
+                    let mut bench = Bench { engine: &mut self.parts.engine, executor: self.parts.executor.as_mut(), now: self.now };
+                    self.moves.obey(command, &mut bench);
+                }
                 Command::Shutdown => return false,
             }
         }
@@ -295,6 +326,9 @@ impl Driver {
         let start = self.now;
         let Some(plan) = self.parts.engine.plan(start) else { return false };
         let tokens: usize = plan.batch.rows.iter().map(|row| row.tokens.len()).sum();
+        let fit = self.shared.status.lock().expect("no holder panics").step_fit;
+        let predicted = self.parts.clock.real(Duration::from_ms(fit.step_s(&plan.batch.load()) * 1e3));
+        self.shared.step_predicted_us.store(predicted.as_micros() as u64, Ordering::Relaxed);
         let result = plan.run(self.parts.executor.as_mut());
         let (end, lag) = if self.parts.modelled {
             // Never from the moment of waking: being late once must not make every later step late.
@@ -305,6 +339,7 @@ impl Driver {
         };
         let outputs = self.parts.engine.complete(result, end);
         self.now = end;
+        self.shared.step_predicted_us.store(0, Ordering::Relaxed);
         self.parts.metrics.step(tokens as u32, lag);
         // Before the tokens: whoever routes by the index sees the blocks no later than the answer.
         self.publish_events();
@@ -356,7 +391,10 @@ impl Driver {
     }
 
     fn deliver(&mut self, output: Output) {
-        let Some(live) = self.live.get_mut(&output.request) else { return };
+        let Some(live) = self.live.get_mut(&output.request) else {
+            self.moves.deliver(output, self.now, &self.parts.metrics);
+            return;
+        };
         let times = &mut live.choices[output.choice as usize];
         match times.first_token {
             None => {

@@ -20,7 +20,7 @@ use baton_engine::Order;
 use baton_text::{TemplateError, Tokenizer};
 use baton_wire::{
     openai::{ErrorBody, Head, Sampling, parse},
-    replica::KvEventSource,
+    replica::{KvEventSource, MigrationSource},
     sse,
 };
 use bytes::Bytes;
@@ -52,6 +52,7 @@ pub(crate) struct App {
     pub(crate) clock: Clock,
     pub(crate) limits: Limits,
     pub(crate) kv_events: Option<KvEventSource>,
+    pub(crate) migration: Option<MigrationSource>,
     pub(crate) numerics_id: String,
     pub(crate) incarnation: u64,
 }

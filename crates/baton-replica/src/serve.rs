@@ -1,12 +1,15 @@
 use std::{
-    sync::Arc,
-    time::{SystemTime, UNIX_EPOCH},
+    sync::{Arc, OnceLock},
+    time::{Instant, SystemTime, UNIX_EPOCH},
 };
 
 use axum::serve::ListenerExt;
-use baton_engine::{ConfigError, Engine, Executor};
+use baton_engine::{ConfigError, Engine, Executor, Numerics};
 use baton_text::Tokenizer;
-use tokio::{net::TcpListener, sync::watch};
+use tokio::{
+    net::TcpListener,
+    sync::{mpsc, watch},
+};
 
 use crate::{
     Pace, ReplicaConfig,
@@ -15,6 +18,7 @@ use crate::{
     http::{App, router},
     kv_publisher::KvPublisher,
     metrics::Metrics,
+    migration::{Listeners, Migration, MigrationError},
     request::Limits,
 };
 
@@ -29,6 +33,8 @@ pub enum ReplicaError {
     Engine(#[from] ConfigError),
     #[error("the sockets for KV events cannot be opened: {0}")]
     KvEvents(#[from] zeromq::ZmqError),
+    #[error(transparent)]
+    Migration(#[from] MigrationError),
     #[error("the engine thread cannot be started: {0}")]
     Thread(std::io::Error),
     #[error("the HTTP server failed: {0}")]
@@ -54,14 +60,23 @@ pub async fn serve(
         Some(kv_events) => Some(KvPublisher::start(kv_events).await?),
         None => None,
     };
+    let listeners = match &config.migration {
+        Some(migration) => Some((migration.clone(), Listeners::bind(migration).await?)),
+        None => None,
+    };
     let metrics = Arc::new(Metrics::default());
     let limits = Limits { max_model_len: engine.max_model_len().0, vocabulary: u64::from(config.engine.vocabulary) };
-    let numerics_id = executor.numerics_id().to_owned();
+    let numerics = Numerics::of(executor.as_ref());
     let modelled = matches!(config.pace, Pace::Modelled { .. });
     let kv_events = publisher.as_ref().map(|publisher| publisher.sender.clone());
-    let parts = Parts { engine, executor, clock, modelled, metrics: Arc::clone(&metrics), kv_events };
+    let (move_sender, move_events) = mpsc::unbounded_channel();
+    let move_sender = listeners.is_some().then_some(move_sender);
+    let parts = Parts { engine, executor, clock, modelled, metrics: Arc::clone(&metrics), kv_events, move_events: move_sender };
     let (engine, thread) = driver::start(parts).map_err(ReplicaError::Thread)?;
-    let drain = config.drain;
+    let (drain, incarnation) = (config.drain, incarnation());
+    let mut migration = listeners.map(|(migration, listeners)| {
+        Migration::start(&migration, listeners, (&config.id, incarnation), &numerics, engine.clone(), move_events)
+    });
     let app = App {
         config,
         tokenizer,
@@ -70,11 +85,16 @@ pub async fn serve(
         clock,
         limits,
         kv_events: publisher.as_ref().map(|publisher| publisher.source.clone()),
-        numerics_id,
-        incarnation: incarnation(),
+        migration: migration.as_ref().map(|migration| migration.source.clone()),
+        numerics_id: numerics.id,
+        incarnation,
     };
-    let served = serve_http(app, listener, until_stopped(shutdown, engine.clone()), drain).await;
+    let stopped_at = Arc::new(OnceLock::new());
+    let served = serve_http(app, listener, until_stopped(shutdown, engine.clone(), Arc::clone(&stopped_at)), drain).await;
     let failed = engine.has_failed();
+    if let (Some(migration), Some(stopped_at), false) = (&mut migration, stopped_at.get(), failed) {
+        migration.drained(drain.saturating_sub(stopped_at.elapsed())).await;
+    }
     engine.shut_down();
     // The thread may be inside a step; no handler waits for it any more.
     let _ = tokio::task::spawn_blocking(move || thread.join()).await;
@@ -102,11 +122,12 @@ fn complete(config: &mut ReplicaConfig, tokenizer: &Tokenizer) -> Result<(), Rep
     Ok(())
 }
 
-async fn until_stopped(shutdown: impl Future<Output = ()>, engine: EngineHandle) {
+async fn until_stopped(shutdown: impl Future<Output = ()>, engine: EngineHandle, stopped_at: Arc<OnceLock<Instant>>) {
     tokio::select! {
         () = shutdown => {}
         () = engine.failed() => {}
     }
+    stopped_at.get_or_init(Instant::now);
 }
 
 async fn serve_http(

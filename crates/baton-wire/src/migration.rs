@@ -10,11 +10,13 @@ mod entry;
 mod frame;
 pub mod handshake;
 mod kv;
+mod run;
 
 pub use control::{ControlFrame, Heartbeat};
 pub use entry::{FinishReason, OutputEntry, TokenLogprobs};
 pub use frame::{FrameError, FrameKey, HEADER_BYTES, Header, MAC_BYTES, Opened, Opener, Sealer};
 pub use kv::{BlockHeader, HeldBlocks, KvFrame, KvPlan, Refusal};
+pub use run::{MoveTo, RunEnds, RunProgress, RunRequest, RunSampling};
 
 #[cfg(test)]
 mod tests;

@@ -3,6 +3,8 @@
 use baton_cost::StepCoefficients;
 use serde::{Deserialize, Serialize};
 
+use crate::migration::handshake::KvLayout;
+
 /// A replica's own report. Live when it is read; every time in it is in the replica's model time (real time divided by its
 /// `time_scale`).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -40,6 +42,24 @@ pub struct Report {
     pub steps: u64,
     /// Where KV events are published; absent when they are off.
     pub kv_events: Option<KvEventSource>,
+    /// Where it takes part in live migration; absent when it does not.
+    pub migration: Option<MigrationSource>,
+}
+
+/// Where a gateway attaches to move requests between replicas (`docs/migration-protocol.md`). With the report's incarnation and numerics
+/// id it is what the replica's hello says.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MigrationSource {
+    /// The replica's number in places.
+    pub replica: u32,
+    /// `host:port` to which gateways connect.
+    pub control_address: String,
+    /// `host:port` to which sources take KV.
+    pub kv_address: String,
+    /// Whether a connection must prove that it knows the fleet key.
+    pub fleet_key: bool,
+    /// Absent for an engine that hands out no KV.
+    pub kv_layout: Option<KvLayout>,
 }
 
 /// Where a subscriber finds a replica's KV events.

@@ -163,6 +163,15 @@ mod tests {
     }
 
     #[test]
+    fn what_belongs_to_migration_is_not_asked_for_without_it() {
+        for flag in ["--fleet-key-file k", "--migration-kv-port 1", "--migration-host 127.0.0.1"] {
+            assert!(bad_input(&format!("baton replica {flag}")).contains("--migration-port"), "{flag}");
+        }
+        let parses = |line: &str| parse(line.split(' ').map(Into::into)).is_ok();
+        assert!(parses("baton replica") && parses("baton replica --migration-port 0 --fleet-key-file k"));
+    }
+
+    #[test]
     fn help_and_version_are_no_mistakes() {
         assert!(matches!(parse(["baton".into(), "--version".into()]), Err(Answer::Text(_))));
         assert!(matches!(parse(["baton".into(), "bench".into(), "--help".into()]), Err(Answer::Text(text)) if text.contains("--workload")));

@@ -1,15 +1,23 @@
 //! `baton replica`: one engine on the network.
 
-use std::{fs::File, io::Write as _, net::IpAddr, path::Path, sync::Arc, time::Duration};
+use std::{
+    fs::File,
+    io::Write as _,
+    net::IpAddr,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use anyhow::{Context, Result};
 use baton_cost::{Device, ModelShape, StepCoefficients};
 use baton_engine::{EngineConfig, Executor, Order, Timed, TokenBudget, TokenSource};
 use baton_gguf::Header;
 use baton_model::{CpuConfig, CpuExecutor};
-use baton_replica::{Pace, ReplicaConfig};
+use baton_replica::{MigrationConfig, Pace, ReplicaConfig};
 use baton_text::Tokenizer;
 use baton_units::{BlockSize, Blocks, Tokens};
+use baton_wire::migration::handshake::FleetKey;
 use clap::{Args, ValueEnum};
 use tokio::{net::TcpListener, sync::oneshot};
 
@@ -102,6 +110,18 @@ pub(crate) struct ReplicaArgs {
     /// Name of the replica in its fleet
     #[arg(long, default_value = "r0", value_name = "NAME")]
     id: String,
+    /// Take part in live migration: port for gateways, 0 picks a free one
+    #[arg(long, value_name = "PORT")]
+    migration_port: Option<u16>,
+    /// Port to which other replicas bring KV; 0 picks a free one
+    #[arg(long, value_name = "PORT", default_value_t = 0, requires = "migration_port")]
+    migration_kv_port: u16,
+    /// Address that gateways and replicas reach this one by; outside of loopback it needs --fleet-key-file
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1", requires = "migration_port")]
+    migration_host: IpAddr,
+    /// File with the key that all gateways and replicas of the fleet share
+    #[arg(long, value_name = "PATH", requires = "migration_port")]
+    fleet_key_file: Option<PathBuf>,
     /// End when stdin ends: for a parent that holds its other end
     #[arg(long)]
     with_parent: bool,
@@ -115,12 +135,14 @@ struct Parts {
 }
 
 pub(crate) fn run(args: &ReplicaArgs) -> Result<()> {
+    let migration = migration(args)?;
     let listener = host::listen((args.host, args.port).into(), "pass another --port, or 0 for a free one")?;
     let parent_gone = if args.with_parent { Some(host::parent_gone()?) } else { None };
-    let parts = match args.engine {
+    let mut parts = match args.engine {
         EngineKind::Cpu => cpu(args)?,
         EngineKind::Timed => timed(args)?,
     };
+    parts.config.migration = migration;
     serve(parts, listener, parent_gone)
 }
 
@@ -143,6 +165,24 @@ async fn serve(parts: Parts, listener: std::net::TcpListener, parent_gone: Optio
     // Whoever started this reads the address from here; nobody else may be there to read.
     writeln!(std::io::stdout(), "listening on http://{}", listener.local_addr()?).context("stdout is closed")?;
     Ok(baton_replica::serve(parts.config, parts.executor, Arc::new(parts.tokenizer), listener, stop).await?)
+}
+
+fn migration(args: &ReplicaArgs) -> Result<Option<MigrationConfig>> {
+    let Some(control_port) = args.migration_port else { return Ok(None) };
+    let fleet_key = args.fleet_key_file.as_deref().map(read_fleet_key).transpose()?;
+    let (host, kv_port) = (args.migration_host, args.migration_kv_port);
+    let migration = MigrationConfig { host, control_port, kv_port, fleet_key, ..MigrationConfig::default() };
+    migration.check().map_err(|error| BadInput(error.to_string()))?;
+    Ok(Some(migration))
+}
+
+/// Blanks around the key do not count, so that an editor's last newline makes no other key.
+fn read_fleet_key(path: &Path) -> Result<FleetKey, BadInput> {
+    let bytes = std::fs::read(path).map_err(|error| BadInput(format!("cannot read the fleet key in {}: {error}", path.display())))?;
+    match bytes.trim_ascii() {
+        [] => Err(BadInput(format!("the fleet key in {} is empty", path.display()))),
+        key => Ok(FleetKey::new(key)),
+    }
 }
 
 fn cpu(args: &ReplicaArgs) -> Result<Parts> {

@@ -140,8 +140,8 @@ impl Engine {
         if let Some(contradiction) = state.contradiction() {
             return Err(MoveRefusal::Contradiction(contradiction));
         }
-        if end_reason(&request.params, &state.output, state.total(), &self.config.eos, limit).is_some() {
-            return Err(MoveRefusal::Complete);
+        if let Some(reason) = end_reason(&request.params, &state.output, state.total(), &self.config.eos, limit) {
+            return Err(MoveRefusal::Complete(reason));
         }
         let needed = state.ends.as_ref().map_or(Tokens::ZERO, |ends| ends.length_limit).max(state.total() + Tokens(1));
         if needed > self.length_limit {

@@ -45,6 +45,7 @@ fn report(id: usize) -> Report {
         step_error: 0.0,
         steps: 1,
         kv_events: None,
+        migration: None,
     }
 }
 

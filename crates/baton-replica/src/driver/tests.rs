@@ -1,13 +1,18 @@
 use baton_cost::StepCoefficients;
-use baton_engine::{EngineConfig, SamplingParams, Timed, TokenSource};
+use baton_engine::{EngineConfig, FinishReason, Phase, SamplingParams, SequenceState, Timed, TokenBudget, TokenSource};
 use baton_units::{BlockSize, Blocks};
 
 use super::*;
 
 /// A driver that nobody runs, so that a test can take its steps.
 fn driver(step_ms: f64) -> (Driver, Sender<Stamped>) {
+    let (driver, sender, _) = moving_driver(step_ms, TokenBudget::Fixed(Tokens(512)));
+    (driver, sender)
+}
+
+fn moving_driver(step_ms: f64, budget: TokenBudget) -> (Driver, Sender<Stamped>, mpsc::UnboundedReceiver<MoveEvent>) {
     let step = StepCoefficients { fixed_s: step_ms / 1e3, per_token_s: 0.0, per_attended_s: 0.0, per_kv_token_s: 0.0, weights_s: 0.0 };
-    let config = EngineConfig::new("m", Blocks(64), Tokens(512), step);
+    let config = EngineConfig { budget, ..EngineConfig::new("m", Blocks(64), Tokens(512), step) };
     let executor = Timed::new(step, config.blocks, BlockSize::DEFAULT, TokenSource::Vocabulary(100), vec![]);
     let engine = Engine::new(config).unwrap();
     let (sender, commands) = std::sync::mpsc::channel();
@@ -19,6 +24,7 @@ fn driver(step_ms: f64) -> (Driver, Sender<Stamped>) {
         failure: Notify::new(),
         next_request: AtomicU64::new(0),
         generations: AtomicU32::new(0),
+        step_predicted_us: AtomicU64::new(0),
     };
     let parts = Parts {
         engine,
@@ -28,8 +34,11 @@ fn driver(step_ms: f64) -> (Driver, Sender<Stamped>) {
         modelled: true,
         metrics: Arc::new(Metrics::default()),
         kv_events: None,
+        move_events: None,
     };
-    (Driver { parts, shared: Arc::new(shared), commands, held: None, live: BTreeMap::new(), now: Time::ZERO }, sender)
+    let (events, told) = mpsc::unbounded_channel();
+    let moves = Moves::new(Some(events));
+    (Driver { parts, shared: Arc::new(shared), commands, held: None, live: BTreeMap::new(), moves, now: Time::ZERO }, sender, told)
 }
 
 fn submission(id: u64, max_tokens: u32) -> (Command, mpsc::Receiver<(usize, Update)>) {
@@ -120,4 +129,91 @@ fn a_failure_reaches_everyone_who_waits() {
     let handle = EngineHandle { commands, shared: Arc::clone(&driver.shared), clock: driver.parts.clock };
     let (Command::Submit(late), _updates) = submission(1, 1) else { unreachable!("made as a submission") };
     assert_eq!(handle.submit(*late), Err(EngineGone));
+}
+
+fn obey(driver: &mut Driver, commands: &Sender<Stamped>, command: MoveCommand) {
+    commands.send(Stamped { at: Time::ZERO, command: Command::Move(command) }).unwrap();
+    assert!(driver.take_commands());
+}
+
+/// Its answer is there when the command was obeyed.
+fn ask<T>(driver: &mut Driver, commands: &Sender<Stamped>, question: impl FnOnce(oneshot::Sender<T>) -> MoveCommand) -> T {
+    let (sender, mut answer) = oneshot::channel();
+    obey(driver, commands, question(sender));
+    answer.try_recv().unwrap()
+}
+
+/// A run of 100 prompt tokens.
+fn run(id: u64) -> SequenceState {
+    let request = NewRequest::new(RequestId(id), (0..100).collect(), SamplingParams::greedy(5).unwrap());
+    SequenceState::restart(NewRequest { seed: Some(1), ..request }, vec![], "m")
+}
+
+fn tokens(told: &mut mpsc::UnboundedReceiver<MoveEvent>) -> Vec<u32> {
+    let mut tokens = Vec::new();
+    while let Ok(event) = told.try_recv() {
+        if let MoveEvent::Output(output) = event {
+            tokens.push(output.token);
+        }
+    }
+    tokens
+}
+
+#[test]
+fn a_run_moves_in_the_middle_of_its_prefill_with_the_kv_that_it_has() {
+    let chunks = TokenBudget::Fixed(Tokens(20));
+    let [mut source, mut target, mut alone] = [(); 3].map(|()| moving_driver(1.0, chunks));
+    obey(&mut alone.0, &alone.1, MoveCommand::Run(Box::new(run(9))));
+    run_until_idle(&mut alone.0);
+
+    let (driver, commands, told) = (&mut source.0, &source.1, &mut source.2);
+    let id = RequestId(1);
+    obey(driver, commands, MoveCommand::Run(Box::new(run(1))));
+    assert!(driver.step() && driver.step());
+    let slice = ask(driver, commands, |answer| MoveCommand::Read(id, 0..9, answer)).unwrap();
+    assert_eq!((slice.blocks.len(), slice.progress.computed), (2, Tokens(40)), "the third block is not full");
+    obey(driver, commands, MoveCommand::Freeze(id));
+    assert!(matches!(told.try_recv(), Ok(MoveEvent::Frozen(run)) if run == id));
+    assert!(!driver.step(), "nothing else runs");
+    let exported = ask(driver, commands, |answer| MoveCommand::Export(id, answer)).unwrap();
+    let last = ask(driver, commands, |answer| MoveCommand::Read(id, 2..3, answer)).unwrap();
+
+    let (driver, commands) = (&mut target.0, &target.1);
+    let state = SequenceState { request: NewRequest { id: RequestId(5), ..exported.state.request.clone() }, ..exported.state };
+    let room = ask(driver, commands, |answer| MoveCommand::Prepare(Box::new(state.clone()), answer)).unwrap();
+    assert_eq!(room.held, Blocks(0));
+    let blocks = (0..).zip(slice.blocks.into_iter().chain(last.blocks)).collect();
+    assert_eq!(ask(driver, commands, |answer| MoveCommand::Write(room.id, blocks, answer)), Ok(()));
+    let beyond = vec![(512, vec![0])];
+    assert!(ask(driver, commands, |answer| MoveCommand::Write(room.id, beyond, answer)).is_err());
+    obey(driver, commands, MoveCommand::Join(room.id, Box::new(state)));
+    let joined = driver.parts.engine.sequences().next().unwrap();
+    assert_eq!((joined.phase, joined.computed), (Phase::Prefilling, Tokens(40)));
+    run_until_idle(driver);
+    assert_eq!(tokens(&mut target.2), tokens(&mut alone.2));
+
+    let (driver, commands) = (&mut source.0, &source.1);
+    obey(driver, commands, MoveCommand::Release(id));
+    for driver in [driver, &mut target.0] {
+        let status = driver.parts.engine.status();
+        assert_eq!(status.blocks_free + status.blocks_reclaimable, status.blocks_total);
+    }
+}
+
+#[test]
+fn what_is_complete_or_cannot_be_run_is_told() {
+    let (mut driver, commands, mut told) = moving_driver(1.0, TokenBudget::Fixed(Tokens(20)));
+    let complete = SequenceState { output: vec![1; 5], ..run(1) };
+    obey(&mut driver, &commands, MoveCommand::Run(Box::new(complete)));
+    assert!(matches!(told.try_recv(), Ok(MoveEvent::Complete { run: RequestId(1), tokens: 5, reason: FinishReason::Length })));
+    let other = SequenceState { model: "other".to_owned(), ..run(2) };
+    obey(&mut driver, &commands, MoveCommand::Run(Box::new(other)));
+    assert!(matches!(told.try_recv(), Ok(MoveEvent::Refused { run: RequestId(2), .. })));
+    // Without the blocks that were prepared it computes again.
+    let state = SequenceState { computed: Tokens(40), ..run(3) };
+    let room = ask(&mut driver, &commands, |answer| MoveCommand::Prepare(Box::new(state.clone()), answer)).unwrap();
+    obey(&mut driver, &commands, MoveCommand::Abandon(room.id));
+    obey(&mut driver, &commands, MoveCommand::Join(room.id, Box::new(state)));
+    run_until_idle(&mut driver);
+    assert_eq!(tokens(&mut told).len(), 5);
 }

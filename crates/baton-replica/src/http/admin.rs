@@ -124,6 +124,7 @@ pub(super) async fn report(State(app): State<Arc<App>>) -> Response {
         step_error: status.step_error,
         steps: status.counters.steps,
         kv_events: app.kv_events.clone(),
+        migration: app.migration.clone(),
     };
     json_response(StatusCode::OK, &report)
 }

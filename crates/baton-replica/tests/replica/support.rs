@@ -103,6 +103,12 @@ impl Replica {
         tokio::time::timeout(PATIENCE, self.served).await.expect("the replica stops").unwrap()
     }
 
+    /// Ends it as a crash would: nobody is told.
+    pub(crate) async fn kill(self) {
+        self.served.abort();
+        assert!(self.served.await.unwrap_err().is_cancelled());
+    }
+
     pub(crate) async fn connect(&self, request: &[u8]) -> TcpStream {
         let mut stream = TcpStream::connect(self.address).await.unwrap();
         stream.write_all(request).await.unwrap();

@@ -53,6 +53,9 @@ const PHASES: [Phase; 8] = [
     Phase::Withdrawing,
 ];
 
+/// Of the frame that carries a [`MoveTo`](super::MoveTo).
+pub(super) const MOVE_KIND: u16 = kind::MOVE;
+
 mod kind {
     pub(super) const HEARTBEAT: u16 = 0x10;
     pub(super) const LEASE: u16 = 0x11;

@@ -43,17 +43,14 @@ pub enum Freeze {
     Final,
 }
 
-/// How KV lies in a block's bytes. Two replicas with equal layouts can read each other's.
+/// How KV lies in a block's bytes. Two replicas with equal layouts read each other's.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvLayout {
-    pub layers: u32,
-    pub kv_heads: u32,
-    pub head_dim: u32,
+    /// Names order, type and counts of the values, and the rule by which they lie.
+    pub format: String,
+    /// Tokens of a block.
     pub block_size: u32,
-    /// Of one element: `f32`, `f16`, `bf16`, …
-    pub dtype: String,
-    /// Of the axes of one block, outermost first.
-    pub order: String,
+    pub block_bytes: u64,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

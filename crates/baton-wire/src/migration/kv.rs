@@ -62,6 +62,8 @@ pub enum KvFrame {
         attempt: Tag,
         source: Place,
         target: Place,
+        /// As the gateway told both sides for this attempt.
+        nonce: [u8; 16],
     },
     Prepare(KvPlan),
     /// Target: what need not travel, and how many bytes may.
@@ -114,8 +116,8 @@ impl KvFrame {
     /// Appends the frame to `out`; a block goes by [`Self::seal_block`].
     pub fn seal(&self, sealer: &mut Sealer, out: &mut Vec<u8>) {
         let (kind, body) = match self {
-            Self::Open { request, attempt, source, target } => {
-                (kind::OPEN, body(&(name(*request), attempt.0, wire_place(*source), wire_place(*target))))
+            Self::Open { request, attempt, source, target, nonce } => {
+                (kind::OPEN, body(&(name(*request), attempt.0, wire_place(*source), wire_place(*target), nonce)))
             }
             Self::Prepare(plan) => (kind::PREPARE, body(plan)),
             Self::Have { blocks, credit } => (kind::HAVE, body(&(blocks, credit))),
@@ -138,8 +140,8 @@ impl KvFrame {
     pub fn decode(kind: u16, body: &[u8]) -> Result<Self, FrameError> {
         Ok(match kind {
             kind::OPEN => {
-                let (named, attempt, source, target) = read(kind, body)?;
-                Self::Open { request: request(named), attempt: Tag(attempt), source: place(source), target: place(target) }
+                let (named, attempt, source, target, nonce) = read(kind, body)?;
+                Self::Open { request: request(named), attempt: Tag(attempt), source: place(source), target: place(target), nonce }
             }
             kind::PREPARE => Self::Prepare(read(kind, body)?),
             kind::HAVE => {

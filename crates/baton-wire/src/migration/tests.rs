@@ -50,7 +50,7 @@ fn control_frames() -> Vec<ControlFrame> {
 fn kv_frames() -> Vec<KvFrame> {
     let plan = KvPlan { tokens: vec![1, 2, 3], keys: vec![u64::MAX], blocks: 2, request: b"what to run".to_vec() };
     vec![
-        KvFrame::Open { request: request(), attempt: Tag(4), source: place(0), target: place(1) },
+        KvFrame::Open { request: request(), attempt: Tag(4), source: place(0), target: place(1), nonce: [7; 16] },
         KvFrame::Prepare(plan.clone()),
         KvFrame::Have { blocks: HeldBlocks { held: 1 }, credit: 1 << 20 },
         KvFrame::Refuse(Refusal::NoRoom { needed: 9, free: 3 }),
@@ -150,14 +150,7 @@ fn a_frame_that_is_repeated_left_out_or_altered_ends_the_connection() {
 }
 
 fn hello(nonce: u8) -> Hello {
-    let layout = KvLayout {
-        layers: 30,
-        kv_heads: 3,
-        head_dim: 64,
-        block_size: 16,
-        dtype: "f32".to_owned(),
-        order: "layer kv token head".to_owned(),
-    };
+    let layout = KvLayout { format: "cpu-1/f32le/layers=30".to_owned(), block_size: 16, block_bytes: 1 << 20 };
     Hello {
         version: VERSION,
         role: Role::Replica,
@@ -195,6 +188,35 @@ fn a_proof_is_good_for_one_side_of_one_connection_and_one_key() {
     ControlFrame::AllHeld.seal(&mut Sealer::new(Some(key.frame_key(Side::Dialer, &transcript(1)))), &mut bytes);
     let opened = |side, nonce| Opener::new(Some(key.frame_key(side, &transcript(nonce)))).open(&bytes).is_ok();
     assert!(opened(Side::Dialer, 1) && !opened(Side::Listener, 1) && !opened(Side::Dialer, 2));
+}
+
+#[derive(serde::Serialize)]
+struct Least {
+    model: &'static str,
+    prompt: Vec<u32>,
+    seed: u64,
+}
+
+#[test]
+fn what_to_run_comes_out_as_it_went_in_and_needs_only_what_has_no_default() {
+    let run = RunRequest {
+        model: "m".to_owned(),
+        prompt: vec![1, 2, 3],
+        sampling: RunSampling { temperature: 0.7, logit_bias: vec![(5, -1.5)], max_tokens: Some(9), ..RunSampling::default() },
+        seed: u64::MAX,
+        choice_index: 2,
+        salt: Some("s".to_owned()),
+        ends: Some(RunEnds { eos: vec![2], length_limit: 12 }),
+        progress: RunProgress { computed: 4, age_us: 77, cached: Some(1), ..RunProgress::default() },
+        ..RunRequest::default()
+    };
+    assert_eq!(RunRequest::from_bytes(&run.to_bytes()), Ok(run));
+    let bytes = rmp_serde::to_vec_named(&Least { model: "m", prompt: vec![1], seed: 7 }).unwrap();
+    let least = RunRequest { model: "m".to_owned(), prompt: vec![1], seed: 7, ..RunRequest::default() };
+    assert_eq!(RunRequest::from_bytes(&bytes), Ok(least));
+    assert!(RunRequest::from_bytes(b"what").is_err());
+    let to = MoveTo { kv_address: "127.0.0.1:1".to_owned(), nonce: [200; 16] };
+    assert_eq!(MoveTo::from_bytes(&to.to_bytes()), Ok(to));
 }
 
 proptest! {

@@ -1,0 +1,666 @@
+//! Owns what this replica holds of requests, and is the only one that changes it.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    sync::Arc,
+    time::Duration,
+};
+
+use baton_engine::{Output, SequenceState};
+use baton_migration::{
+    Entry, GatewayName, Kv, Phase, Place, RequestName, Seats, SeatsInput, SeatsOutput, Tag, Timing, ToPeer, ToSeat, Work,
+};
+use baton_units::{RequestId, Time};
+use baton_wire::migration::{ControlFrame, Heartbeat, MoveTo, OutputEntry, Refusal, RunRequest};
+use tokio::{
+    sync::{mpsc, oneshot, watch},
+    task::AbortHandle,
+};
+
+use super::{
+    connection::Identity,
+    control::ConnectionId,
+    kv_source::{Frozen, KvSource},
+    kv_target::{Opening, TargetOrder},
+    lease_clock::LeaseClock,
+    travel,
+};
+use crate::driver::{EngineHandle, MoveCommand, MoveEvent, Room};
+
+/// Entries that a gateway need not have acknowledged before a request is paused; it goes on when half of them are.
+const CREDIT: u32 = 256;
+/// Announced attempts; beyond these a gateway's oldest request is not expected any more, and its source is refused.
+const EXPECTED_MAX: usize = 4096;
+
+/// What a connection or a copy tells the actor.
+pub(super) enum Input {
+    /// A gateway is there, and takes frames here until its end is dropped.
+    Attached {
+        gateway: GatewayName,
+        connection: ConnectionId,
+        frames: mpsc::Sender<ControlFrame>,
+    },
+    Detached {
+        gateway: GatewayName,
+        connection: ConnectionId,
+    },
+    Frame {
+        gateway: GatewayName,
+        connection: ConnectionId,
+        frame: Box<ControlFrame>,
+    },
+    Source {
+        request: RequestName,
+        attempt: Tag,
+        news: FromSource,
+    },
+    /// A source wants to bring a request.
+    Opened {
+        opening: Opening,
+        answer: oneshot::Sender<Result<(), Refusal>>,
+    },
+    Target {
+        request: RequestName,
+        attempt: Tag,
+        news: FromTarget,
+    },
+}
+
+/// Of the copy of a request that leaves.
+#[derive(Clone, Copy)]
+pub(super) enum FromSource {
+    /// Little is left, and the request should stand still for it.
+    Ready,
+    Prepared {
+        entries: u32,
+    },
+    Failed,
+}
+
+/// Of a request that comes.
+pub(super) enum FromTarget {
+    /// Room was made. The answer is whether the seat takes it.
+    Arrived { source: Place, room: Room, orders: mpsc::UnboundedSender<TargetOrder>, answer: oneshot::Sender<bool> },
+    /// All KV is here.
+    State { entries: Vec<OutputEntry>, run: Box<RunRequest> },
+    /// The connection is gone, or was let go of.
+    Lost,
+    /// Another one may come.
+    Ended,
+}
+
+pub(super) struct Actor {
+    seats: Seats<OutputEntry>,
+    clock: LeaseClock,
+    /// A gateway that answered nothing for so long is told all that is held when it does.
+    stop_after: Duration,
+    identity: Arc<Identity>,
+    engine: EngineHandle,
+    /// For copies to tell it by.
+    inputs: mpsc::Sender<Input>,
+    /// By the gateway's id: one connection each.
+    gateways: BTreeMap<u64, Gateway>,
+    requests: BTreeMap<RequestName, Here>,
+    runs: BTreeMap<RequestId, RequestName>,
+    expected: BTreeMap<RequestName, Expected>,
+    /// The one request that is taken in now.
+    arriving: Option<(RequestName, Tag)>,
+    /// Whose engine's part may differ from what the seat wants.
+    unsettled: BTreeSet<RequestName>,
+    /// Gateways that are to be told that all holdings were told.
+    all_held: BTreeSet<GatewayName>,
+    holdings: watch::Sender<usize>,
+}
+
+struct Gateway {
+    name: GatewayName,
+    connection: ConnectionId,
+    frames: mpsc::Sender<ControlFrame>,
+    answered: Time,
+}
+
+struct Expected {
+    attempt: Tag,
+    source: Place,
+    nonce: [u8; 16],
+}
+
+/// What the replica has of a request beside its seat.
+#[derive(Default)]
+struct Here {
+    /// What to run.
+    spec: Option<RunRequest>,
+    run: Option<Run>,
+    /// KV that came for it.
+    arrival: Option<Arrival>,
+    /// Where it was last told to move.
+    move_to: Option<(Tag, MoveTo)>,
+    copy: Option<Copy>,
+}
+
+/// The engine's part of a request.
+struct Run {
+    id: RequestId,
+    /// As the engine was told last.
+    held: bool,
+    /// Too much is not acknowledged.
+    throttled: bool,
+    /// Went to another replica, as far as is known.
+    left: bool,
+    /// Computed, and not taken by the seat: it came after the request was paused.
+    computed: VecDeque<(u32, OutputEntry)>,
+}
+
+struct Arrival {
+    attempt: Tag,
+    source: Place,
+    room: Room,
+    orders: mpsc::UnboundedSender<TargetOrder>,
+    /// When all is here.
+    state: Option<SequenceState>,
+}
+
+struct Copy {
+    attempt: Tag,
+    target: Place,
+    task: AbortHandle,
+    /// Told when the request stands still.
+    frozen: Option<oneshot::Sender<Frozen>>,
+    /// The request was taken out of the batch for it.
+    freezing: bool,
+}
+
+impl Drop for Copy {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Actor {
+    pub(super) fn new(
+        place: Place,
+        timing: Timing,
+        identity: Arc<Identity>,
+        engine: EngineHandle,
+        inputs: mpsc::Sender<Input>,
+        holdings: watch::Sender<usize>,
+    ) -> Self {
+        Self {
+            seats: Seats::new(place, timing),
+            clock: LeaseClock::start(),
+            stop_after: timing.stop_after,
+            identity,
+            engine,
+            inputs,
+            gateways: BTreeMap::new(),
+            requests: BTreeMap::new(),
+            runs: BTreeMap::new(),
+            expected: BTreeMap::new(),
+            arriving: None,
+            unsettled: BTreeSet::new(),
+            all_held: BTreeSet::new(),
+            holdings,
+        }
+    }
+
+    /// Until the replica ends.
+    pub(super) async fn run(mut self, mut inputs: mpsc::Receiver<Input>, mut events: mpsc::UnboundedReceiver<MoveEvent>) {
+        loop {
+            let due = self.clock.until(self.seats.poll_timeout()).min(Duration::from_hours(1));
+            tokio::select! {
+                event = events.recv() => match event {
+                    Some(event) => self.engine_told(event),
+                    // The engine is gone, and the replica with it.
+                    None => return,
+                },
+                Some(input) = inputs.recv() => self.heard(input),
+                () = tokio::time::sleep(due) => self.feed(SeatsInput::Timeout),
+            }
+        }
+    }
+
+    fn heard(&mut self, input: Input) {
+        match input {
+            Input::Attached { gateway, connection, frames } => {
+                tracing::info!(gateway = gateway.id, "a gateway attached");
+                self.expected.retain(|name, _| name.gateway.id != gateway.id || name.gateway == gateway);
+                let answered = self.clock.now();
+                self.gateways.insert(gateway.id, Gateway { name: gateway, connection, frames, answered });
+                self.all_held.insert(gateway);
+                self.feed(SeatsInput::Attached { gateway });
+            }
+            Input::Detached { gateway, connection } => {
+                if self.attached(gateway, connection).is_some() {
+                    self.gateways.remove(&gateway.id);
+                }
+            }
+            Input::Frame { gateway, connection, frame } => {
+                if self.attached(gateway, connection).is_some() {
+                    self.frame(gateway, *frame);
+                }
+            }
+            Input::Source { request, attempt, news } => self.source_told(request, attempt, news),
+            Input::Opened { opening, answer } => {
+                let accepted = self.accept(&opening);
+                let _ = answer.send(accepted);
+            }
+            Input::Target { request, attempt, news } => self.target_told(request, attempt, news),
+        }
+    }
+
+    fn attached(&mut self, gateway: GatewayName, connection: ConnectionId) -> Option<&mut Gateway> {
+        self.gateways.get_mut(&gateway.id).filter(|attached| attached.name == gateway && attached.connection == connection)
+    }
+
+    fn frame(&mut self, gateway: GatewayName, frame: ControlFrame) {
+        match frame {
+            ControlFrame::Lease { sequence } => {
+                let now = self.clock.now();
+                let attached = self.gateways.get_mut(&gateway.id).expect("the frame came from it");
+                if now.since(attached.answered) > self.stop_after {
+                    self.all_held.insert(gateway);
+                }
+                attached.answered = now;
+                self.feed(SeatsInput::Leased { gateway, sequence });
+            }
+            ControlFrame::Expect { request, attempt, source, bytes: _, nonce } if request.gateway == gateway => {
+                if self.expected.len() >= EXPECTED_MAX {
+                    self.expected.pop_first();
+                }
+                self.expected.insert(request, Expected { attempt, source, nonce });
+            }
+            ControlFrame::ToSeat { request, message, with } if request.gateway == gateway => self.gateway_told(request, message, &with),
+            ControlFrame::Expect { .. } | ControlFrame::ToSeat { .. } => {
+                tracing::warn!(gateway = gateway.id, "a gateway spoke of another one's request; it is not heard");
+            }
+            ControlFrame::Heartbeat(_) | ControlFrame::Holds { .. } | ControlFrame::AllHeld | ControlFrame::ToGateway { .. } => {
+                tracing::warn!(gateway = gateway.id, "a gateway sent a frame that only replicas send; it is not heard");
+            }
+        }
+    }
+
+    fn gateway_told(&mut self, request: RequestName, message: ToSeat<OutputEntry>, with: &[u8]) {
+        match &message {
+            ToSeat::Start { .. } => match RunRequest::from_bytes(with) {
+                Ok(spec) => self.requests.entry(request).or_default().spec = Some(spec),
+                Err(why) => tracing::warn!(%request, why, "a request was to be started that cannot be read"),
+            },
+            ToSeat::Move { attempt, .. } => match MoveTo::from_bytes(with) {
+                Ok(to) => self.requests.entry(request).or_default().move_to = Some((*attempt, to)),
+                Err(error) => tracing::warn!(%request, %error, "a request was to be moved to where cannot be read"),
+            },
+            ToSeat::Stop { upto } => {
+                if self.expected.get(&request).is_some_and(|expected| expected.attempt <= *upto) {
+                    self.expected.remove(&request);
+                }
+            }
+            ToSeat::Keep { .. } | ToSeat::No { .. } | ToSeat::Resume { .. } | ToSeat::Ack { .. } => {}
+        }
+        self.unsettled.insert(request);
+        self.feed(SeatsInput::FromGateway { request, message });
+    }
+
+    fn engine_told(&mut self, event: MoveEvent) {
+        match event {
+            MoveEvent::Output(output) => self.computed(output),
+            MoveEvent::Complete { run, tokens, reason } => {
+                if let Some(run) = self.run_of(run) {
+                    run.computed.push_back((tokens, travel::finish_entry(reason)));
+                }
+            }
+            MoveEvent::Refused { run, why } => {
+                if let Some(&request) = self.runs.get(&run) {
+                    tracing::warn!(%request, %why, "the engine does not run a request");
+                    self.give_up(request);
+                }
+            }
+            MoveEvent::Frozen(run) => self.stands_still(run),
+        }
+        self.settle_all();
+    }
+
+    fn computed(&mut self, output: Output) {
+        let Some(run) = self.run_of(output.request) else { return };
+        let (index, reason) = (output.index, output.finish.as_ref().map(|finish| finish.reason));
+        run.computed.push_back((index, travel::token_entry(output)));
+        run.computed.extend(reason.map(|reason| (index + 1, travel::finish_entry(reason))));
+    }
+
+    /// The engine's part of a request, which changes: `None` when it is of an older run.
+    fn run_of(&mut self, run: RequestId) -> Option<&mut Run> {
+        let request = *self.runs.get(&run)?;
+        self.unsettled.insert(request);
+        self.requests.get_mut(&request)?.run.as_mut().filter(|current| current.id == run)
+    }
+
+    fn stands_still(&mut self, run: RequestId) {
+        let Some(&request) = self.runs.get(&run) else { return };
+        self.unsettled.insert(request);
+        // What was computed before has been told before; the seat may not have taken it.
+        self.settle(request);
+        let Some(here) = self.requests.get(&request) else { return };
+        if !here.copy.as_ref().is_some_and(|copy| copy.freezing) {
+            return;
+        }
+        let whole = here.run.as_ref().is_some_and(|run| run.computed.is_empty());
+        self.feed(if whole { SeatsInput::Frozen { request } } else { SeatsInput::CopyFailed { request } });
+    }
+
+    fn source_told(&mut self, request: RequestName, attempt: Tag, news: FromSource) {
+        let Some(here) = self.requests.get_mut(&request) else { return };
+        let Some(copy) = here.copy.as_mut().filter(|copy| copy.attempt == attempt) else { return };
+        match news {
+            FromSource::Ready => {
+                copy.freezing = true;
+                if let Some(run) = &mut here.run {
+                    run.held = true;
+                    let freeze = MoveCommand::Freeze(run.id);
+                    self.order(freeze);
+                }
+            }
+            FromSource::Prepared { entries } => {
+                let from = copy.target;
+                if let Some(run) = &mut here.run {
+                    run.left = true;
+                }
+                self.feed(SeatsInput::FromPeer { request, from, message: ToPeer::Prepared { attempt, entries } });
+            }
+            FromSource::Failed => {
+                copy.frozen = None;
+                self.feed(SeatsInput::CopyFailed { request });
+            }
+        }
+    }
+
+    /// Only what its gateway announced, one at a time.
+    fn accept(&mut self, opening: &Opening) -> Result<(), Refusal> {
+        let Opening { request, attempt, source, target, nonce } = *opening;
+        let announced = |expected: &Expected| expected.attempt == attempt && expected.source == source && expected.nonce == nonce;
+        if target != self.seats.place() || !self.expected.get(&request).is_some_and(announced) {
+            return Err(Refusal::NotExpected);
+        }
+        let is_over = |seat: &baton_migration::Seat<OutputEntry>| {
+            seat.seen() >= attempt || seat.holding().is_some_and(|holding| holding.tag >= attempt)
+        };
+        if self.seats.seat(request).is_some_and(is_over) {
+            return Err(Refusal::Other("the attempt is over".to_owned()));
+        }
+        if let Some((other, _)) = self.arriving {
+            return Err(Refusal::Other(format!("{other} is taken in, and one at a time is")));
+        }
+        self.arriving = Some((request, attempt));
+        Ok(())
+    }
+
+    fn target_told(&mut self, request: RequestName, attempt: Tag, news: FromTarget) {
+        match news {
+            FromTarget::Arrived { source, room, orders, answer } => {
+                self.feed(SeatsInput::FromPeer { request, from: source, message: ToPeer::Prepare { attempt } });
+                let prepares = self.seats.seat(request).and_then(|seat| seat.holding());
+                let taken = prepares.is_some_and(|holding| holding.phase == Phase::Preparing && holding.tag == attempt);
+                if taken {
+                    let here = self.requests.entry(request).or_default();
+                    here.arrival = Some(Arrival { attempt, source, room, orders, state: None });
+                }
+                let _ = answer.send(taken);
+            }
+            FromTarget::State { entries, run } => {
+                let id = self.engine.next_id();
+                let Some(arrival) = self.arrival_of(request, attempt) else { return };
+                let from = arrival.source;
+                let message = match travel::from_wire(&run, id, travel::token_ids(&entries)) {
+                    Ok(state) => {
+                        arrival.state = Some(state);
+                        ToPeer::State { attempt, entries }
+                    }
+                    Err(why) => {
+                        tracing::warn!(%request, %why, "a request that came cannot run here");
+                        ToPeer::Abort { attempt }
+                    }
+                };
+                self.feed(SeatsInput::FromPeer { request, from, message });
+            }
+            FromTarget::Lost => {
+                if let Some(arrival) = self.arrival_of(request, attempt) {
+                    let from = arrival.source;
+                    self.feed(SeatsInput::FromPeer { request, from, message: ToPeer::Abort { attempt } });
+                }
+            }
+            FromTarget::Ended => {
+                if self.arriving == Some((request, attempt)) {
+                    self.arriving = None;
+                }
+            }
+        }
+    }
+
+    fn arrival_of(&mut self, request: RequestName, attempt: Tag) -> Option<&mut Arrival> {
+        self.requests.get_mut(&request)?.arrival.as_mut().filter(|arrival| arrival.attempt == attempt)
+    }
+
+    fn feed(&mut self, input: SeatsInput<OutputEntry>) {
+        self.seats.handle(input, self.clock.now());
+        self.settle_all();
+    }
+
+    /// Carries out what the seats want, until they want nothing more.
+    fn settle_all(&mut self) {
+        loop {
+            while let Some(output) = self.seats.poll() {
+                self.perform(output);
+            }
+            let Some(request) = self.unsettled.pop_first() else { break };
+            self.settle(request);
+        }
+        for gateway in std::mem::take(&mut self.all_held) {
+            self.send(gateway, ControlFrame::AllHeld);
+        }
+        let held = self.requests.len();
+        self.holdings.send_if_modified(|holdings| std::mem::replace(holdings, held) != held);
+    }
+
+    fn perform(&mut self, output: SeatsOutput<OutputEntry>) {
+        match output {
+            SeatsOutput::Heartbeat { gateway, sequence } => {
+                let status = self.engine.status();
+                let beat = Heartbeat {
+                    sequence,
+                    steps: status.counters.steps,
+                    step_predicted_us: self.engine.step_predicted().as_micros() as u64,
+                    waiting: status.waiting,
+                    running: status.running,
+                };
+                self.send(gateway, ControlFrame::Heartbeat(beat));
+            }
+            SeatsOutput::Holds { request, phase, tag, entries } => {
+                self.all_held.insert(request.gateway);
+                self.send(request.gateway, ControlFrame::Holds { request, phase, tag, entries });
+            }
+            SeatsOutput::ToGateway { request, message } => {
+                self.unsettled.insert(request);
+                self.send(request.gateway, ControlFrame::ToGateway { request, message });
+            }
+            SeatsOutput::ToPeer { request, to: _, message } => {
+                self.unsettled.insert(request);
+                self.tell_peer(request, message);
+            }
+            SeatsOutput::Work { request, work } => {
+                self.unsettled.insert(request);
+                self.work(request, &work);
+            }
+        }
+    }
+
+    fn tell_peer(&mut self, request: RequestName, message: ToPeer<OutputEntry>) {
+        let Some(here) = self.requests.get_mut(&request) else { return };
+        match message {
+            // The connection loses nothing, so that what is repeated was heard. It ends with the copy or the arrival.
+            ToPeer::Prepare { .. } | ToPeer::Abort { .. } => {}
+            ToPeer::State { attempt, entries } => {
+                let copy = here.copy.as_mut().filter(|copy| copy.attempt == attempt);
+                if let Some(frozen) = copy.and_then(|copy| copy.frozen.take()) {
+                    let _ = frozen.send(Frozen(entries));
+                }
+            }
+            ToPeer::Prepared { attempt, entries } => {
+                if let Some(arrival) = here.arrival.as_ref().filter(|arrival| arrival.attempt == attempt) {
+                    let _ = arrival.orders.send(TargetOrder::Prepared { entries });
+                }
+            }
+        }
+    }
+
+    fn work(&mut self, request: RequestName, work: &Work) {
+        match *work {
+            Work::Run { kv } => self.start(request, kv),
+            Work::Copy { attempt, target } => self.copy(request, attempt, target),
+            Work::EndCopy { attempt } => {
+                let here = self.requests.entry(request).or_default();
+                if here.copy.as_ref().is_some_and(|copy| copy.attempt == attempt) {
+                    here.copy = None;
+                }
+            }
+            // What the engine should do follows from the seat.
+            Work::Thaw | Work::Pause => {}
+            Work::Free => {
+                self.free_run(request);
+                self.free_arrival(request);
+            }
+        }
+    }
+
+    /// Lets the engine go on with the entries that the seat has.
+    fn start(&mut self, request: RequestName, kv: Kv) {
+        let Some(holding) = self.seats.seat(request).and_then(|seat| seat.holding()) else { return };
+        let output = travel::token_ids(&holding.entries);
+        let whole = kv == Kv::Kept { entries: holding.entries.len() as u32 };
+        let here = self.requests.entry(request).or_default();
+        if whole && here.run.is_some() {
+            return;
+        }
+        self.free_run(request);
+        let here = self.requests.entry(request).or_default();
+        let id = self.engine.next_id();
+        let came = here.arrival.as_mut().and_then(|arrival| arrival.state.take()).filter(|state| whole && state.output == output);
+        if let Some(state) = came {
+            let arrival = here.arrival.take().expect("the state came with it");
+            let id = state.request.id;
+            self.begin(request, id, MoveCommand::Join(arrival.room.id, Box::new(state)));
+            return;
+        }
+        self.free_arrival(request);
+        let spec = self.requests.get(&request).and_then(|here| here.spec.as_ref());
+        match spec
+            .ok_or_else(|| "nothing was said of what to run".to_owned())
+            .and_then(|spec| travel::from_wire(spec, id, output).map_err(|error| error.to_string()))
+        {
+            Ok(state) => self.begin(request, id, MoveCommand::Run(Box::new(state))),
+            Err(why) => {
+                tracing::warn!(%request, why, "a request cannot be run");
+                self.give_up(request);
+            }
+        }
+    }
+
+    fn begin(&mut self, request: RequestName, id: RequestId, command: MoveCommand) {
+        self.runs.insert(id, request);
+        let run = Run { id, held: false, throttled: false, left: false, computed: VecDeque::new() };
+        self.requests.entry(request).or_default().run = Some(run);
+        self.order(command);
+    }
+
+    fn copy(&mut self, request: RequestName, attempt: Tag, target: Place) {
+        let busy = self.requests.values().any(|here| here.copy.is_some());
+        let here = self.requests.entry(request).or_default();
+        let to = here.move_to.take().filter(|(told, _)| *told == attempt).map(|(_, to)| to);
+        let (Some(to), Some(run), false) = (to, &here.run, busy) else {
+            tracing::info!(%request, %attempt, busy, "a request is not moved; one at a time is");
+            self.seats.handle(SeatsInput::CopyFailed { request }, self.clock.now());
+            return;
+        };
+        let source = KvSource {
+            identity: Arc::clone(&self.identity),
+            engine: self.engine.clone(),
+            inputs: self.inputs.clone(),
+            request,
+            attempt,
+            here: self.seats.place(),
+            target,
+            to,
+            run: run.id,
+        };
+        let (frozen, stands_still) = oneshot::channel();
+        let task = tokio::spawn(source.run(stands_still)).abort_handle();
+        here.copy = Some(Copy { attempt, target, task, frozen: Some(frozen), freezing: false });
+    }
+
+    fn free_run(&mut self, request: RequestName) {
+        let Some(run) = self.requests.get_mut(&request).and_then(|here| here.run.take()) else { return };
+        self.runs.remove(&run.id);
+        self.order(if run.left { MoveCommand::Release(run.id) } else { MoveCommand::End(run.id) });
+    }
+
+    fn free_arrival(&mut self, request: RequestName) {
+        let Some(arrival) = self.requests.get_mut(&request).and_then(|here| here.arrival.take()) else { return };
+        self.order(MoveCommand::Abandon(arrival.room.id));
+    }
+
+    /// What should run here does not: its gateway runs it elsewhere, as if it had been lost.
+    fn give_up(&mut self, request: RequestName) {
+        let Some(holding) = self.seats.seat(request).and_then(|seat| seat.holding()) else { return };
+        let (epoch, next, now) = (holding.tag, holding.acked, self.clock.now());
+        for message in [ToSeat::Stop { upto: epoch }, ToSeat::Keep { epoch, next }] {
+            self.seats.handle(SeatsInput::FromGateway { request, message }, now);
+        }
+    }
+
+    /// Gives the seat what was computed, and holds or lets go of the engine's part as the seat wants.
+    fn settle(&mut self, request: RequestName) {
+        let Some(here) = self.requests.get_mut(&request) else { return };
+        while let Some(run) = &mut here.run
+            && let Some(seat) = self.seats.seat(request).filter(|seat| seat.is_computing())
+            && let Some((index, entry)) = run.computed.pop_front()
+        {
+            let next = seat.holding().map_or(0, |holding| holding.entries.len() as u32);
+            if index == next {
+                let over = entry.is_finish();
+                self.seats.handle(SeatsInput::Computed { request, entry }, self.clock.now());
+                self.unsettled.insert(request);
+                if over {
+                    self.runs.remove(&run.id);
+                    here.run = None;
+                }
+            }
+        }
+        let Some(seat) = self.seats.seat(request).filter(|seat| seat.holding().is_some()) else {
+            if here.run.is_none() && here.arrival.is_none() && here.copy.is_none() {
+                self.requests.remove(&request);
+            }
+            return;
+        };
+        let holding = seat.holding().expect("it was just seen");
+        let Some(run) = &mut here.run else { return };
+        let unacknowledged = (holding.entries.len() as u32).saturating_sub(holding.acked);
+        run.throttled = unacknowledged > if run.throttled { CREDIT / 2 } else { CREDIT };
+        let freezing = here.copy.as_ref().is_some_and(|copy| copy.freezing);
+        let held = !seat.is_computing() || run.throttled || freezing;
+        if std::mem::replace(&mut run.held, held) != held {
+            let command = if held { MoveCommand::Hold(run.id) } else { MoveCommand::Go(run.id) };
+            run.left &= held;
+            self.order(command);
+        }
+    }
+
+    fn order(&self, command: MoveCommand) {
+        // When the engine is gone, so is the replica.
+        let _ = self.engine.move_sequence(command);
+    }
+
+    fn send(&mut self, gateway: GatewayName, frame: ControlFrame) {
+        let Some(attached) = self.gateways.get(&gateway.id).filter(|attached| attached.name == gateway) else { return };
+        // A gateway that takes nothing is disconnected; what it missed is told again when it comes back.
+        if attached.frames.try_send(frame).is_err() {
+            self.gateways.remove(&gateway.id);
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! A connection of the migration protocol: the handshake, then frames.
+
+use std::{sync::Arc, time::Duration};
+
+use baton_units::BlockSize;
+use baton_wire::migration::{
+    BlockHeader, ControlFrame, FrameError, HEADER_BYTES, KvFrame, MAC_BYTES, Opener, Sealer,
+    handshake::{FleetKey, Hello, HelloError, PROOF_BYTES, Role, Side, Transcript},
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt, BufReader, BufWriter},
+    net::{
+        TcpStream,
+        tcp::{OwnedReadHalf, OwnedWriteHalf},
+    },
+};
+
+/// Whoever does not say who it is within this is not waited for.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What a replica says and demands of whoever connects.
+#[derive(Debug, Clone)]
+pub(super) struct Identity {
+    /// Its nonce is drawn anew for each connection, and its role is that of the connection.
+    pub(super) hello: Hello,
+    pub(super) fleet_key: Option<Arc<FleetKey>>,
+    /// Of the engine's KV.
+    pub(super) block_size: BlockSize,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ConnectionError {
+    #[error(transparent)]
+    Io(#[from] std::io::Error),
+    #[error(transparent)]
+    Hello(#[from] HelloError),
+    #[error(transparent)]
+    Frame(#[from] FrameError),
+    #[error("the other side is a {0:?}, which has nothing to do here")]
+    Role(Role),
+    #[error("the other side did not introduce itself within {PATIENCE:?}")]
+    Silent,
+    #[error("the system gives no random numbers: {0}")]
+    Random(getrandom::Error),
+}
+
+/// A frame as it came.
+pub(super) struct Raw {
+    pub(super) kind: u16,
+    /// Of a block frame, its header alone.
+    pub(super) body: Vec<u8>,
+    /// The bytes of a block.
+    pub(super) payload: Vec<u8>,
+}
+
+pub(super) struct FrameReader {
+    stream: BufReader<OwnedReadHalf>,
+    opener: Opener,
+}
+
+pub(super) struct FrameWriter {
+    stream: BufWriter<OwnedWriteHalf>,
+    sealer: Sealer,
+    sealed: Vec<u8>,
+}
+
+impl Identity {
+    /// Introduces both sides to each other; returns what the other one said.
+    pub(super) async fn shake_hands(
+        &self,
+        stream: TcpStream,
+        side: Side,
+        role: Role,
+    ) -> Result<(Hello, FrameReader, FrameWriter), ConnectionError> {
+        tokio::time::timeout(PATIENCE, self.introduce(stream, side, role)).await.map_err(|_| ConnectionError::Silent)?
+    }
+
+    async fn introduce(&self, stream: TcpStream, side: Side, role: Role) -> Result<(Hello, FrameReader, FrameWriter), ConnectionError> {
+        // A token must not wait for the acknowledgement of the one before.
+        stream.set_nodelay(true)?;
+        let (read, write) = stream.into_split();
+        let (mut read, mut write) = (BufReader::new(read), BufWriter::new(write));
+        let mut hello = Hello { role, ..self.hello.clone() };
+        getrandom::fill(&mut hello.nonce).map_err(ConnectionError::Random)?;
+        let ours = hello.to_bytes();
+        // The dialer speaks first, in both exchanges.
+        if side == Side::Dialer {
+            send(&mut write, &ours).await?;
+        }
+        let theirs = read_hello(&mut read).await?;
+        if side == Side::Listener {
+            send(&mut write, &ours).await?;
+        }
+        let other = Hello::from_body(&theirs[4..])?;
+        let transcript = match side {
+            Side::Dialer => Transcript { dialer: ours, listener: theirs },
+            Side::Listener => Transcript { dialer: theirs, listener: ours },
+        };
+        let keys = match &self.fleet_key {
+            None => (None, None),
+            Some(key) => {
+                if side == Side::Dialer {
+                    send(&mut write, &key.proof(side, &transcript)).await?;
+                }
+                let mut proof = [0; PROOF_BYTES];
+                read.read_exact(&mut proof).await?;
+                key.check(side.other(), &transcript, &proof)?;
+                if side == Side::Listener {
+                    send(&mut write, &key.proof(side, &transcript)).await?;
+                }
+                (Some(key.frame_key(side, &transcript)), Some(key.frame_key(side.other(), &transcript)))
+            }
+        };
+        let writer = FrameWriter { stream: write, sealer: Sealer::new(keys.0), sealed: Vec::new() };
+        Ok((other, FrameReader { stream: read, opener: Opener::new(keys.1) }, writer))
+    }
+}
+
+async fn send(write: &mut BufWriter<OwnedWriteHalf>, bytes: &[u8]) -> std::io::Result<()> {
+    write.write_all(bytes).await?;
+    write.flush().await
+}
+
+/// As it was sent, its length included.
+async fn read_hello(read: &mut BufReader<OwnedReadHalf>) -> Result<Vec<u8>, ConnectionError> {
+    let mut length = [0; 4];
+    read.read_exact(&mut length).await?;
+    let mut bytes = length.to_vec();
+    bytes.resize(4 + Hello::body_bytes(length)?, 0);
+    read.read_exact(&mut bytes[4..]).await?;
+    Ok(bytes)
+}
+
+impl FrameReader {
+    /// The next frame; an end of the connection is an error of kind `UnexpectedEof`. Must not be dropped before it returns, unless
+    /// nothing more is read.
+    pub(super) async fn read(&mut self) -> Result<Raw, ConnectionError> {
+        let mut head = [0; HEADER_BYTES];
+        self.stream.read_exact(&mut head).await?;
+        let header = self.opener.header(&head)?;
+        let length = header.body as usize;
+        let covered = if KvFrame::is_block(header.kind) { length.min(KvFrame::BLOCK_HEADER_BYTES) } else { length };
+        let (mut body, mut payload, mut trailer) = (vec![0; covered], vec![0; length - covered], [0; MAC_BYTES]);
+        self.stream.read_exact(&mut body).await?;
+        self.stream.read_exact(&mut payload).await?;
+        let trailer = &mut trailer[..self.opener.trailer_bytes()];
+        self.stream.read_exact(trailer).await?;
+        self.opener.check(&head, &body, trailer)?;
+        Ok(Raw { kind: header.kind, body, payload })
+    }
+}
+
+impl FrameWriter {
+    /// Until [`Self::flush`] it may lie in a buffer.
+    pub(super) async fn control(&mut self, frame: &ControlFrame) -> std::io::Result<()> {
+        self.sealed.clear();
+        frame.seal(&mut self.sealer, &mut self.sealed);
+        self.stream.write_all(&self.sealed).await
+    }
+
+    pub(super) async fn kv(&mut self, frame: &KvFrame) -> std::io::Result<()> {
+        self.sealed.clear();
+        frame.seal(&mut self.sealer, &mut self.sealed);
+        self.stream.write_all(&self.sealed).await?;
+        self.stream.flush().await
+    }
+
+    pub(super) async fn block(&mut self, header: BlockHeader, bytes: &[u8]) -> std::io::Result<()> {
+        let (before, mac) = KvFrame::seal_block(header, bytes.len(), &mut self.sealer);
+        self.stream.write_all(&before).await?;
+        self.stream.write_all(bytes).await?;
+        if let Some(mac) = mac {
+            self.stream.write_all(&mac).await?;
+        }
+        self.stream.flush().await
+    }
+
+    pub(super) async fn flush(&mut self) -> std::io::Result<()> {
+        self.stream.flush().await
+    }
+}

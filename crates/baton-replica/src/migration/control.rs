@@ -1,0 +1,100 @@
+//! Control connections: each carries all requests of one gateway.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
+
+use baton_migration::GatewayName;
+use baton_wire::migration::{
+    ControlFrame,
+    handshake::{Role, Side},
+};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    sync::{Semaphore, mpsc},
+    task::JoinSet,
+};
+
+use super::{
+    actor::Input,
+    connection::{ConnectionError, FrameReader, FrameWriter, Identity},
+};
+
+/// Gateways, and strangers that have not introduced themselves; more wait.
+const CONNECTIONS_MAX: usize = 64;
+/// Frames on their way to a gateway. One that does not take them is disconnected, and told all again when it comes back.
+const QUEUED_FRAMES: usize = 1 << 16;
+/// Frames that are written before the buffer is flushed.
+const WRITTEN_AT_ONCE: usize = 256;
+
+/// Which of the connections of a replica's life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct ConnectionId(u64);
+
+/// Takes gateways in for ever.
+pub(super) async fn listen(listener: TcpListener, identity: Arc<Identity>, inputs: mpsc::Sender<Input>) {
+    let next = AtomicU64::new(0);
+    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let mut connections = JoinSet::new();
+    loop {
+        let place = Arc::clone(&places).acquire_owned().await.expect("the semaphore is never closed");
+        match listener.accept().await {
+            Ok((stream, peer)) => {
+                let (identity, inputs) = (Arc::clone(&identity), inputs.clone());
+                let id = ConnectionId(next.fetch_add(1, Ordering::Relaxed));
+                connections.spawn(async move {
+                    if let Err(error) = serve(stream, &identity, id, &inputs).await {
+                        tracing::info!(%peer, %error, "a control connection ended");
+                    }
+                    drop(place);
+                });
+            }
+            Err(error) => tracing::warn!(%error, "a control connection was not accepted"),
+        }
+        while connections.try_join_next().is_some() {}
+    }
+}
+
+async fn serve(stream: TcpStream, identity: &Identity, id: ConnectionId, inputs: &mpsc::Sender<Input>) -> Result<(), ConnectionError> {
+    let (hello, reader, writer) = identity.shake_hands(stream, Side::Listener, Role::Replica).await?;
+    if hello.role != Role::Gateway {
+        return Err(ConnectionError::Role(hello.role));
+    }
+    let gateway = GatewayName { id: hello.id, incarnation: hello.incarnation };
+    let (frames, queue) = mpsc::channel(QUEUED_FRAMES);
+    // When the actor is gone, so is the replica.
+    let _ = inputs.send(Input::Attached { gateway, connection: id, frames }).await;
+    // Either end closes both directions.
+    let ended = tokio::select! {
+        ended = read(reader, gateway, id, inputs) => ended,
+        ended = write(writer, queue) => ended,
+    };
+    let _ = inputs.send(Input::Detached { gateway, connection: id }).await;
+    ended
+}
+
+async fn read(
+    mut reader: FrameReader,
+    gateway: GatewayName,
+    connection: ConnectionId,
+    inputs: &mpsc::Sender<Input>,
+) -> Result<(), ConnectionError> {
+    loop {
+        let raw = reader.read().await?;
+        let frame = Box::new(ControlFrame::decode(raw.kind, &raw.body)?);
+        let _ = inputs.send(Input::Frame { gateway, connection, frame }).await;
+    }
+}
+
+/// Until the actor lets go of the other end, which it does when a newer connection came.
+async fn write(mut writer: FrameWriter, mut queue: mpsc::Receiver<ControlFrame>) -> Result<(), ConnectionError> {
+    let mut frames = Vec::with_capacity(WRITTEN_AT_ONCE);
+    while queue.recv_many(&mut frames, WRITTEN_AT_ONCE).await > 0 {
+        for frame in frames.drain(..) {
+            writer.control(&frame).await?;
+        }
+        writer.flush().await?;
+    }
+    Ok(())
+}

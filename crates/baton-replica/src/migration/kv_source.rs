@@ -1,0 +1,247 @@
+//! Takes a running request's KV to the replica that it moves to, while it goes on computing.
+
+use std::{convert::Infallible, ops::Range, sync::Arc, time::Duration};
+
+use baton_migration::{Place, RequestName, Tag};
+use baton_units::{BlockSize, Blocks, Incarnation, ReplicaId, RequestId, Tokens};
+use baton_wire::migration::{
+    BlockHeader, FrameError, HeldBlocks, KvFrame, KvPlan, MoveTo, OutputEntry, Refusal,
+    handshake::{Role, Side},
+};
+use tokio::{
+    net::TcpStream,
+    sync::{mpsc, oneshot},
+    task::JoinSet,
+};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::{
+    actor::{FromSource, Input},
+    connection::{ConnectionError, FrameReader, FrameWriter, Identity},
+    travel,
+};
+use crate::driver::{EngineHandle, Exported, MoveCommand, Progress};
+
+/// So few blocks are left to the time when the request stands still (Llumnix, OSDI'24, section 4.2).
+const LAST_BLOCKS: Blocks = Blocks(16);
+/// A request that fills blocks as fast as they are copied is frozen after so many rounds.
+const ROUNDS_MAX: usize = 3;
+/// A target that is not there within this is not waited for.
+const CONNECT_PATIENCE: Duration = Duration::from_secs(5);
+
+/// One attempt to move one request away.
+pub(super) struct KvSource {
+    pub(super) identity: Arc<Identity>,
+    pub(super) engine: EngineHandle,
+    pub(super) inputs: mpsc::Sender<Input>,
+    pub(super) request: RequestName,
+    pub(super) attempt: Tag,
+    pub(super) here: Place,
+    pub(super) target: Place,
+    pub(super) to: MoveTo,
+    pub(super) run: RequestId,
+}
+
+/// The request stands still, with these entries.
+pub(super) struct Frozen(pub(super) Vec<OutputEntry>);
+
+#[derive(Debug, thiserror::Error)]
+enum CopyError {
+    #[error("the target cannot be reached: {0}")]
+    Unreachable(std::io::Error),
+    #[error("the target does not answer")]
+    Silent,
+    #[error("{0} answered, and {1} was to be reached")]
+    Elsewhere(Place, Place),
+    #[error("the connection broke: {0}")]
+    Connection(#[from] ConnectionError),
+    #[error("the target refuses: {0}")]
+    Refused(Refusal),
+    #[error("the target gave up: {0}")]
+    Aborted(String),
+    #[error("the target sent {0:?}, which is not its turn")]
+    Unexpected(Box<KvFrame>),
+    #[error("the request was preempted while it was copied")]
+    Preempted,
+    #[error("the request has ended")]
+    Ended,
+}
+
+impl CopyError {
+    fn unexpected(frame: KvFrame) -> Self {
+        Self::Unexpected(Box::new(frame))
+    }
+}
+
+impl From<std::io::Error> for CopyError {
+    fn from(error: std::io::Error) -> Self {
+        Self::Connection(error.into())
+    }
+}
+
+/// The connection to the target.
+struct Link {
+    writer: FrameWriter,
+    frames: mpsc::Receiver<Result<KvFrame, ConnectionError>>,
+    /// Bytes of blocks that the target takes now.
+    credit: u64,
+    _reader: JoinSet<()>,
+}
+
+impl KvSource {
+    /// Copies, and holds the connection until it is dropped: its end would tell the target that the request does not come.
+    pub(super) async fn run(self, frozen: oneshot::Receiver<Frozen>) {
+        let Err(why) = self.copy(frozen).await;
+        tracing::info!(request = %self.request, attempt = %self.attempt, target = %self.target, %why, "a move ends before it is committed");
+        self.tell(FromSource::Failed).await;
+    }
+
+    async fn copy(&self, frozen: oneshot::Receiver<Frozen>) -> Result<Infallible, CopyError> {
+        let mut link = self.connect().await?;
+        let KvSource { request, attempt, here: source, target, .. } = *self;
+        link.writer.kv(&KvFrame::Open { request, attempt, source, target, nonce: self.to.nonce }).await?;
+        let exported = self.export().await?;
+        let preemptions = exported.progress.preemptions;
+        link.writer.kv(&KvFrame::Prepare(self.plan(&exported))).await?;
+        let answer = link.receive().await?;
+        let KvFrame::Have { blocks: HeldBlocks { held }, credit } = answer else { return Err(CopyError::unexpected(answer)) };
+        link.credit = credit;
+        let mut next = Blocks(held);
+        for _ in 0..ROUNDS_MAX {
+            let full = self.progress(preemptions).await?.computed.full_blocks(self.block_size());
+            if full <= next + LAST_BLOCKS {
+                break;
+            }
+            self.send(&mut link, next.0..full.0, preemptions).await?;
+            next = full;
+        }
+        self.tell(FromSource::Ready).await;
+        let Frozen(entries) = frozen.await.map_err(|_| CopyError::Ended)?;
+        let exported = self.export().await?;
+        if exported.state.output != travel::token_ids(&entries) || exported.progress.preemptions != preemptions {
+            return Err(CopyError::Preempted);
+        }
+        let all = exported.progress.computed.to_blocks(self.block_size());
+        self.send(&mut link, next.0..all.0, preemptions).await?;
+        link.writer.kv(&KvFrame::State { entries, plan: self.plan(&exported) }).await?;
+        let entries = loop {
+            let frame = link.receive().await?;
+            if let KvFrame::Prepared { entries } = frame {
+                break entries;
+            }
+            if !matches!(frame, KvFrame::Credit { .. }) {
+                return Err(CopyError::unexpected(frame));
+            }
+        };
+        self.tell(FromSource::Prepared { entries }).await;
+        // From here on the gateway decides, whatever becomes of the connection.
+        std::future::pending().await
+    }
+
+    async fn connect(&self) -> Result<Link, CopyError> {
+        let connecting = tokio::time::timeout(CONNECT_PATIENCE, TcpStream::connect(&self.to.kv_address));
+        let stream = connecting.await.map_err(|_| CopyError::Silent)?.map_err(CopyError::Unreachable)?;
+        let (hello, reader, writer) = self.identity.shake_hands(stream, Side::Dialer, Role::Source).await?;
+        let place = Place { replica: ReplicaId(hello.id as u32), incarnation: Incarnation(hello.incarnation) };
+        if hello.role != Role::Replica || place != self.target {
+            return Err(CopyError::Elsewhere(place, self.target));
+        }
+        let (sender, frames) = mpsc::channel(16);
+        let mut tasks = JoinSet::new();
+        tasks.spawn(read(reader, sender));
+        Ok(Link { writer, frames, credit: 0, _reader: tasks })
+    }
+
+    fn plan(&self, exported: &Exported) -> KvPlan {
+        KvPlan {
+            tokens: exported.state.tokens(),
+            keys: exported.keys.clone(),
+            blocks: exported.progress.computed.to_blocks(self.block_size()).0,
+            request: travel::to_wire(&exported.state).to_bytes(),
+        }
+    }
+
+    /// Sends blocks of the request, which are full or stand still.
+    async fn send(&self, link: &mut Link, blocks: Range<u32>, preemptions: u32) -> Result<(), CopyError> {
+        let size = self.block_size();
+        let mut next = blocks.start;
+        while next < blocks.end {
+            let (sender, answer) = oneshot::channel();
+            self.order(MoveCommand::Read(self.run, next..blocks.end, sender))?;
+            let slice = answer.await.ok().flatten().ok_or(CopyError::Ended)?;
+            if slice.progress.preemptions != preemptions || slice.blocks.is_empty() {
+                return Err(CopyError::Preempted);
+            }
+            for bytes in slice.blocks {
+                let before = Blocks(next).to_tokens(size);
+                let tokens = (slice.progress.computed - before).min(Tokens(size.get())).0;
+                link.wait_for_credit(bytes.len() as u64).await?;
+                link.writer.block(BlockHeader { index: next, tokens, checksum: xxh3_64(&bytes) }, &bytes).await?;
+                next += 1;
+            }
+        }
+        Ok(())
+    }
+
+    async fn export(&self) -> Result<Exported, CopyError> {
+        let (sender, answer) = oneshot::channel();
+        self.order(MoveCommand::Export(self.run, sender))?;
+        answer.await.ok().flatten().ok_or(CopyError::Ended)
+    }
+
+    async fn progress(&self, preemptions: u32) -> Result<Progress, CopyError> {
+        let (sender, answer) = oneshot::channel();
+        self.order(MoveCommand::Read(self.run, 0..0, sender))?;
+        let progress = answer.await.ok().flatten().ok_or(CopyError::Ended)?.progress;
+        if progress.preemptions == preemptions { Ok(progress) } else { Err(CopyError::Preempted) }
+    }
+
+    fn order(&self, command: MoveCommand) -> Result<(), CopyError> {
+        self.engine.move_sequence(command).map_err(|_| CopyError::Ended)
+    }
+
+    async fn tell(&self, news: FromSource) {
+        let _ = self.inputs.send(Input::Source { request: self.request, attempt: self.attempt, news }).await;
+    }
+
+    fn block_size(&self) -> BlockSize {
+        self.identity.block_size
+    }
+}
+
+impl Link {
+    async fn receive(&mut self) -> Result<KvFrame, CopyError> {
+        let ended = || ConnectionError::Io(std::io::ErrorKind::UnexpectedEof.into());
+        let frame = self.frames.recv().await.ok_or_else(ended)??;
+        if let KvFrame::Refuse(refusal) = &frame {
+            return Err(CopyError::Refused(refusal.clone()));
+        }
+        if let KvFrame::Abort { why } = &frame {
+            return Err(CopyError::Aborted(why.clone()));
+        }
+        Ok(frame)
+    }
+
+    async fn wait_for_credit(&mut self, bytes: u64) -> Result<(), CopyError> {
+        while self.credit < bytes {
+            let frame = self.receive().await?;
+            let KvFrame::Credit { bytes } = frame else { return Err(CopyError::unexpected(frame)) };
+            self.credit = self.credit.saturating_add(bytes);
+        }
+        self.credit -= bytes;
+        Ok(())
+    }
+}
+
+async fn read(mut reader: FrameReader, frames: mpsc::Sender<Result<KvFrame, ConnectionError>>) {
+    loop {
+        let frame = match reader.read().await {
+            Ok(raw) => KvFrame::decode(raw.kind, &raw.body).map_err(|error: FrameError| error.into()),
+            Err(error) => Err(error),
+        };
+        let ended = frame.is_err();
+        if frames.send(frame).await.is_err() || ended {
+            return;
+        }
+    }
+}

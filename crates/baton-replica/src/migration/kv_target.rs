@@ -1,0 +1,348 @@
+//! Takes in the KV of a request that comes from another replica.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::Arc,
+    time::Duration,
+};
+
+use baton_engine::{MoveRefusal, SequenceState};
+use baton_migration::{Place, RequestName, Tag};
+use baton_units::{Blocks, Incarnation, ReplicaId, Tokens};
+use baton_wire::migration::{
+    BlockHeader, HeldBlocks, KvFrame, KvPlan, OutputEntry, Refusal, RunRequest,
+    handshake::{Hello, Role, Side},
+};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    sync::{Semaphore, mpsc, oneshot},
+    task::JoinSet,
+};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::{
+    actor::{FromTarget, Input},
+    connection::{ConnectionError, FrameReader, FrameWriter, Identity, Raw},
+    travel,
+};
+use crate::driver::{COPIED_BETWEEN_STEPS_MAX, EngineHandle, MoveCommand, Room};
+
+/// Sources, and strangers that have not introduced themselves; more wait.
+const CONNECTIONS_MAX: usize = 16;
+/// A source that says nothing of what it brings for so long is not waited for.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Bytes of blocks that are taken before they are written, at most: enough that the next ones travel while a step is computed.
+const WINDOW: u64 = 4 * COPIED_BETWEEN_STEPS_MAX as u64;
+
+/// What the seat wants to be sent. When nothing more can come, the connection ends.
+pub(super) enum TargetOrder {
+    Prepared { entries: u32 },
+}
+
+/// What a source announced.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Opening {
+    pub(super) request: RequestName,
+    pub(super) attempt: Tag,
+    pub(super) source: Place,
+    pub(super) target: Place,
+    pub(super) nonce: [u8; 16],
+}
+
+#[derive(Debug, thiserror::Error)]
+enum TakeError {
+    #[error(transparent)]
+    Connection(#[from] ConnectionError),
+    #[error("refused: {0}")]
+    Refused(Refusal),
+    #[error("the source said nothing of what it brings within {PATIENCE:?}")]
+    Silent,
+    #[error("the source gave up: {0}")]
+    Aborted(String),
+    #[error("{0}")]
+    Protocol(String),
+    #[error("the replica ends")]
+    Gone,
+}
+
+impl From<std::io::Error> for TakeError {
+    fn from(error: std::io::Error) -> Self {
+        Self::Connection(error.into())
+    }
+}
+
+/// Takes sources in for ever.
+pub(super) async fn listen(listener: TcpListener, identity: Arc<Identity>, engine: EngineHandle, inputs: mpsc::Sender<Input>) {
+    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let mut connections = JoinSet::new();
+    loop {
+        let place = Arc::clone(&places).acquire_owned().await.expect("the semaphore is never closed");
+        match listener.accept().await {
+            Ok((stream, peer)) => {
+                let (identity, engine, inputs) = (Arc::clone(&identity), engine.clone(), inputs.clone());
+                connections.spawn(async move {
+                    if let Err(error) = serve(stream, &identity, engine, inputs).await {
+                        tracing::info!(%peer, %error, "a KV connection ended");
+                    }
+                    drop(place);
+                });
+            }
+            Err(error) => tracing::warn!(%error, "a KV connection was not accepted"),
+        }
+        while connections.try_join_next().is_some() {}
+    }
+}
+
+async fn serve(stream: TcpStream, identity: &Identity, engine: EngineHandle, inputs: mpsc::Sender<Input>) -> Result<(), TakeError> {
+    let (hello, mut reader, mut writer) = identity.shake_hands(stream, Side::Listener, Role::Replica).await?;
+    if hello.role != Role::Source {
+        return Err(ConnectionError::Role(hello.role).into());
+    }
+    let announced = tokio::time::timeout(PATIENCE, read_opening(&mut reader));
+    let (opening, plan) = announced.await.map_err(|_| TakeError::Silent)??;
+    if let Err(refusal) = check(identity, &hello, &opening) {
+        return refuse(&mut writer, refusal).await;
+    }
+    let (sender, answer) = oneshot::channel();
+    let _ = inputs.send(Input::Opened { opening, answer: sender }).await;
+    if let Err(refusal) = answer.await.map_err(|_| TakeError::Gone)? {
+        return refuse(&mut writer, refusal).await;
+    }
+    let (request, attempt) = (opening.request, opening.attempt);
+    let mut target = KvTarget { identity, engine, inputs: inputs.clone(), opening, writer };
+    let ended = target.take(reader, plan).await;
+    if let Err(TakeError::Refused(refusal)) = &ended {
+        let _ = target.writer.kv(&KvFrame::Refuse(refusal.clone())).await;
+    }
+    let _ = inputs.send(Input::Target { request, attempt, news: FromTarget::Ended }).await;
+    ended
+}
+
+async fn refuse(writer: &mut FrameWriter, refusal: Refusal) -> Result<(), TakeError> {
+    writer.kv(&KvFrame::Refuse(refusal.clone())).await?;
+    Err(TakeError::Refused(refusal))
+}
+
+async fn read_opening(reader: &mut FrameReader) -> Result<(Opening, KvPlan), TakeError> {
+    let KvFrame::Open { request, attempt, source, target, nonce } = decode(&reader.read().await?)? else {
+        return Err(TakeError::Protocol("the source did not open an attempt".to_owned()));
+    };
+    let KvFrame::Prepare(plan) = decode(&reader.read().await?)? else {
+        return Err(TakeError::Protocol("the source did not say what it brings".to_owned()));
+    };
+    Ok((Opening { request, attempt, source, target, nonce }, plan))
+}
+
+fn decode(raw: &Raw) -> Result<KvFrame, TakeError> {
+    KvFrame::decode(raw.kind, &raw.body).map_err(|error| ConnectionError::Frame(error).into())
+}
+
+/// Whether what the source computes can go on here.
+fn check(identity: &Identity, hello: &Hello, opening: &Opening) -> Result<(), Refusal> {
+    let dialer = Place { replica: ReplicaId(hello.id as u32), incarnation: Incarnation(hello.incarnation) };
+    if dialer != opening.source {
+        return Err(Refusal::NotExpected);
+    }
+    let ours = &identity.hello;
+    if hello.numerics_id != ours.numerics_id {
+        return Err(Refusal::OtherNumerics(format!("\"{}\" there and \"{}\" here", hello.numerics_id, ours.numerics_id)));
+    }
+    if ours.kv_layout.is_none() || hello.kv_layout != ours.kv_layout {
+        return Err(Refusal::OtherNumerics(format!("KV lies as {:?} there and as {:?} here", hello.kv_layout, ours.kv_layout)));
+    }
+    Ok(())
+}
+
+/// One attempt to move one request here.
+struct KvTarget<'a> {
+    identity: &'a Identity,
+    engine: EngineHandle,
+    inputs: mpsc::Sender<Input>,
+    opening: Opening,
+    writer: FrameWriter,
+}
+
+/// What has come of the blocks.
+struct Arrival {
+    room: Room,
+    /// Tokens of each block that came.
+    tokens: BTreeMap<u32, u32>,
+    pending: VecDeque<(u32, Vec<u8>)>,
+    /// Bytes that may come, that wait, and that are written now.
+    credit: u64,
+    writing: Option<(oneshot::Receiver<Result<(), MoveRefusal>>, u64)>,
+    /// All blocks came before it.
+    state: Option<(Vec<OutputEntry>, RunRequest)>,
+}
+
+impl KvTarget<'_> {
+    /// Until the seat lets go, or the source does.
+    async fn take(&mut self, reader: FrameReader, plan: KvPlan) -> Result<(), TakeError> {
+        let state = self.planned(&plan)?;
+        let (sender, answer) = oneshot::channel();
+        self.order(MoveCommand::Prepare(Box::new(state), sender))?;
+        let room = answer.await.map_err(|_| TakeError::Gone)?.map_err(|why| TakeError::Refused(refusal(&why)))?;
+        let (orders, received) = mpsc::unbounded_channel();
+        let (sender, answer) = oneshot::channel();
+        self.tell(FromTarget::Arrived { source: self.opening.source, room, orders, answer: sender }).await;
+        if !answer.await.unwrap_or(false) {
+            let _ = self.engine.move_sequence(MoveCommand::Abandon(room.id));
+            return Err(TakeError::Refused(Refusal::NotExpected));
+        }
+        let taken = self.take_blocks(reader, room, received).await;
+        // If it was let go of here this says nothing new.
+        self.tell(FromTarget::Lost).await;
+        taken
+    }
+
+    async fn take_blocks(
+        &mut self,
+        reader: FrameReader,
+        room: Room,
+        mut orders: mpsc::UnboundedReceiver<TargetOrder>,
+    ) -> Result<(), TakeError> {
+        let block_bytes = self.identity.hello.kv_layout.as_ref().map_or(0, |layout| layout.block_bytes);
+        let credit = WINDOW.max(2 * block_bytes);
+        let mut arrival = Arrival { room, tokens: BTreeMap::new(), pending: VecDeque::new(), credit, writing: None, state: None };
+        self.writer.kv(&KvFrame::Have { blocks: HeldBlocks { held: room.held.0 }, credit }).await?;
+        let (sender, mut frames) = mpsc::channel(16);
+        let mut tasks = JoinSet::new();
+        tasks.spawn(read(reader, sender));
+        loop {
+            self.write(&mut arrival)?;
+            if arrival.writing.is_none()
+                && let Some((entries, run)) = arrival.state.take()
+            {
+                arrival.check(&run, self.identity)?;
+                self.tell(FromTarget::State { entries, run: Box::new(run) }).await;
+            }
+            tokio::select! {
+                frame = frames.recv() => {
+                    let ended = || ConnectionError::Io(std::io::ErrorKind::UnexpectedEof.into());
+                    arrival.heard(frame.ok_or_else(ended)??, block_bytes)?;
+                }
+                written = written(&mut arrival.writing) => {
+                    let bytes = written.map_err(TakeError::Refused)?;
+                    arrival.credit += bytes;
+                    self.writer.kv(&KvFrame::Credit { bytes }).await?;
+                }
+                order = orders.recv() => match order {
+                    Some(TargetOrder::Prepared { entries }) => self.writer.kv(&KvFrame::Prepared { entries }).await?,
+                    None => return Ok(()),
+                },
+            }
+        }
+    }
+
+    /// Gives the engine what came, a piece at a time.
+    fn write(&self, arrival: &mut Arrival) -> Result<(), TakeError> {
+        if arrival.writing.is_some() || arrival.pending.is_empty() {
+            return Ok(());
+        }
+        let (mut blocks, mut bytes) = (Vec::new(), 0);
+        while bytes < COPIED_BETWEEN_STEPS_MAX
+            && let Some((index, block)) = arrival.pending.pop_front()
+        {
+            bytes += block.len();
+            blocks.push((index, block));
+        }
+        let (sender, answer) = oneshot::channel();
+        self.order(MoveCommand::Write(arrival.room.id, blocks, sender))?;
+        arrival.writing = Some((answer, bytes as u64));
+        Ok(())
+    }
+
+    /// The sequence as the engine prepares for it.
+    fn planned(&self, plan: &KvPlan) -> Result<SequenceState, TakeError> {
+        let refused = |why: String| TakeError::Refused(Refusal::Other(why));
+        let run = RunRequest::from_bytes(&plan.request).map_err(refused)?;
+        let output = plan.tokens.strip_prefix(&run.prompt[..]);
+        let output = output.ok_or_else(|| refused("the tokens do not begin with the prompt".to_owned()))?;
+        travel::from_wire(&run, self.engine.next_id(), output.to_vec()).map_err(|why| refused(why.to_string()))
+    }
+
+    fn order(&self, command: MoveCommand) -> Result<(), TakeError> {
+        self.engine.move_sequence(command).map_err(|_| TakeError::Gone)
+    }
+
+    async fn tell(&self, news: FromTarget) {
+        let Opening { request, attempt, .. } = self.opening;
+        let _ = self.inputs.send(Input::Target { request, attempt, news }).await;
+    }
+}
+
+impl Arrival {
+    fn heard(&mut self, raw: Raw, block_bytes: u64) -> Result<(), TakeError> {
+        let frame = decode(&raw)?;
+        if let KvFrame::Block(header) = frame {
+            return self.block(header, raw.payload, block_bytes);
+        }
+        if let KvFrame::Abort { why } = &frame {
+            return Err(TakeError::Aborted(why.clone()));
+        }
+        let KvFrame::State { entries, plan } = frame else {
+            return Err(TakeError::Protocol("the source sent what only targets send".to_owned()));
+        };
+        let run = RunRequest::from_bytes(&plan.request).map_err(|why| TakeError::Refused(Refusal::Other(why)))?;
+        if plan.tokens != [&run.prompt[..], &travel::token_ids(&entries)].concat() {
+            return Err(TakeError::Protocol("the tokens of the state are not those of its entries".to_owned()));
+        }
+        self.state = Some((entries, run));
+        Ok(())
+    }
+
+    fn block(&mut self, header: BlockHeader, bytes: Vec<u8>, block_bytes: u64) -> Result<(), TakeError> {
+        let BlockHeader { index, tokens, checksum } = header;
+        if bytes.len() as u64 != block_bytes {
+            return Err(TakeError::Protocol(format!("block {index} has {} bytes, a block here {block_bytes}", bytes.len())));
+        }
+        if xxh3_64(&bytes) != checksum {
+            return Err(TakeError::Protocol(format!("block {index} was altered on its way")));
+        }
+        self.credit = self.credit.checked_sub(block_bytes).ok_or_else(|| TakeError::Protocol("more came than was asked for".to_owned()))?;
+        self.tokens.insert(index, tokens);
+        self.pending.push_back((index, bytes));
+        Ok(())
+    }
+
+    /// Whether all KV that the state counts on is here.
+    fn check(&self, run: &RunRequest, identity: &Identity) -> Result<(), TakeError> {
+        let (size, computed) = (identity.block_size, Tokens(run.progress.computed));
+        for index in self.room.held.0..computed.to_blocks(size).0 {
+            let wanted = (computed - Blocks(index).to_tokens(size)).min(Tokens(size.get()));
+            if self.tokens.get(&index).is_none_or(|&tokens| tokens < wanted.0) {
+                return Err(TakeError::Protocol(format!("block {index} of {computed} did not come")));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Bytes that were written; never, where nothing is being written.
+async fn written(writing: &mut Option<(oneshot::Receiver<Result<(), MoveRefusal>>, u64)>) -> Result<u64, Refusal> {
+    let Some((answer, bytes)) = writing else { return std::future::pending().await };
+    let (answer, bytes) = (answer.await, *bytes);
+    *writing = None;
+    match answer {
+        Ok(Ok(())) => Ok(bytes),
+        Ok(Err(why)) => Err(refusal(&why)),
+        Err(_) => Err(Refusal::Other("the engine is gone".to_owned())),
+    }
+}
+
+fn refusal(why: &MoveRefusal) -> Refusal {
+    if let MoveRefusal::NoRoom(room) = why {
+        return Refusal::NoRoom { needed: room.needed.0, free: room.available.0 };
+    }
+    Refusal::Other(why.to_string())
+}
+
+async fn read(mut reader: FrameReader, frames: mpsc::Sender<Result<Raw, ConnectionError>>) {
+    loop {
+        let raw = reader.read().await;
+        let ended = raw.is_err();
+        if frames.send(raw).await.is_err() || ended {
+            return;
+        }
+    }
+}
