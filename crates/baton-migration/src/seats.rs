@@ -155,9 +155,15 @@ impl<E: Entry> Seats<E> {
         self.look_at_leases(now);
         match input {
             SeatsInput::Attached { gateway } => self.attach(gateway, now),
-            SeatsInput::Leased { gateway, sequence } => self.lease(gateway, sequence),
+            SeatsInput::Leased { gateway, sequence } => self.lease(gateway, sequence, now),
             SeatsInput::FromGateway { request, message } => {
                 self.with_seat(request, now, |seat, out| seat.handle(message, out));
+                // A message that was long under way starts nothing that its gateway's lease would not cover.
+                match self.gateways.get(&request.gateway).map(|lease| lease.standing) {
+                    Some(Standing::Valid) => {}
+                    Some(Standing::Stopped) => self.with_seat(request, now, Seat::pause),
+                    Some(Standing::Freed) | None => self.with_seat(request, now, Seat::lapse),
+                }
             }
             SeatsInput::FromPeer { request, from, message } => {
                 self.with_seat(request, now, |seat, out| seat.handle_peer(from, message, out));
@@ -191,13 +197,14 @@ impl<E: Entry> Seats<E> {
             self.with_seat(request, now, Seat::lapse);
         }
         self.gateways.retain(|name, _| name.id != gateway.id || name.incarnation == gateway.incarnation);
-        let lease = self.gateways.entry(gateway).or_insert_with(|| Lease::new(now));
-        lease.next = now;
+        // Its handshake answers this life of the replica, as a heartbeat's answer would.
+        let sequence = self.gateways.get(&gateway).map_or(0, |lease| lease.sequence);
+        self.gateways.insert(gateway, Lease { sequence, ..Lease::new(now) });
         self.tell_holdings(gateway);
         self.look_at_leases(now);
     }
 
-    fn lease(&mut self, gateway: GatewayName, sequence: u64) {
+    fn lease(&mut self, gateway: GatewayName, sequence: u64, now: Time) {
         let Some(lease) = self.gateways.get_mut(&gateway) else { return };
         while let Some(&(number, sent)) = lease.sent.front().filter(|(number, _)| *number <= sequence) {
             lease.sent.pop_front();
@@ -205,7 +212,8 @@ impl<E: Entry> Seats<E> {
                 lease.answered = lease.answered.max(sent);
             }
         }
-        if lease.standing != Standing::Valid {
+        // The answer to an old heartbeat says nothing of now.
+        if lease.standing != Standing::Valid && now.since(lease.answered) <= self.timing.stop_after {
             lease.standing = Standing::Valid;
             self.tell_holdings(gateway);
         }
@@ -242,6 +250,8 @@ impl<E: Entry> Seats<E> {
                 self.outputs.push_back(SeatsOutput::Heartbeat { gateway: *gateway, sequence: lease.sequence });
             }
         }
+        let long_gone = 2 * self.timing.free_after;
+        self.gateways.retain(|_, lease| now.since(lease.answered) <= long_gone);
         for (gateway, frees) in ended {
             let names: Vec<RequestName> = self.requests.keys().filter(|name| name.gateway == gateway).copied().collect();
             for request in names {
@@ -314,13 +324,13 @@ impl Lease {
         Self { answered: now, sent: VecDeque::new(), sequence: 0, next: now, standing: Standing::Valid }
     }
 
-    /// When it covers less than now.
+    /// When it covers less than now, or is forgotten.
     fn ends(&self, timing: &Timing) -> Time {
         let just_past = Duration::from_nanos(1);
         match self.standing {
             Standing::Valid => self.answered + timing.stop_after + just_past,
             Standing::Stopped => self.answered + timing.free_after + just_past,
-            Standing::Freed => Time::NEVER,
+            Standing::Freed => self.answered + 2 * timing.free_after + just_past,
         }
     }
 }
@@ -340,5 +350,88 @@ impl<E: Entry> Held<E> {
     /// Nothing is held, and nothing old can come any more.
     fn is_forgotten(&self, timing: &Timing, now: Time) -> bool {
         self.phase.is_none() && now.since(self.since) >= 2 * timing.free_after
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_units::{Incarnation, ReplicaId};
+
+    use super::*;
+
+    #[derive(Debug, Clone, PartialEq, Eq)]
+    struct Token;
+
+    impl Entry for Token {
+        fn is_finish(&self) -> bool {
+            false
+        }
+    }
+
+    const GATEWAY: GatewayName = GatewayName { id: 1, incarnation: 1 };
+    const REQUEST: RequestName = RequestName { gateway: GATEWAY, sequence: 1 };
+
+    fn seconds(seconds: u64) -> Time {
+        Time::ZERO + Duration::from_secs(seconds)
+    }
+
+    /// Of a gateway that attached at the beginning and answers no heartbeat.
+    fn seats() -> Seats<Token> {
+        let place = Place { replica: ReplicaId(0), incarnation: Incarnation(1) };
+        let mut seats = Seats::new(place, Timing::default());
+        seats.handle(SeatsInput::Attached { gateway: GATEWAY }, Time::ZERO);
+        seats
+    }
+
+    fn start_at(seats: &mut Seats<Token>, now: Time) {
+        let message = ToSeat::Start { epoch: Tag(1), delivered: Vec::new() };
+        seats.handle(SeatsInput::FromGateway { request: REQUEST, message }, now);
+    }
+
+    fn outputs(seats: &mut Seats<Token>) -> Vec<SeatsOutput<Token>> {
+        std::iter::from_fn(|| seats.poll()).collect()
+    }
+
+    #[test]
+    fn a_gateway_that_is_gone_is_sent_nothing_any_more() {
+        let mut seats = seats();
+        let mut heartbeats = 0;
+        while seats.poll_timeout() < Time::NEVER {
+            let now = seats.poll_timeout();
+            assert!(now < seconds(31), "it is remembered for two leases");
+            seats.handle(SeatsInput::Timeout, now);
+            heartbeats += outputs(&mut seats).len();
+        }
+        assert_eq!(heartbeats, 61, "two a second");
+    }
+
+    #[test]
+    fn what_starts_on_a_lease_that_has_run_out_waits_or_goes() {
+        let mut waits = seats();
+        start_at(&mut waits, seconds(6));
+        let is_computing = |seats: &Seats<Token>| seats.seat(REQUEST).is_some_and(Seat::is_computing);
+        assert_eq!((waits.holdings().count(), is_computing(&waits)), (1, false));
+        let sent = outputs(&mut waits).into_iter().filter(|output| matches!(output, SeatsOutput::Heartbeat { .. })).count() as u64;
+        waits.handle(SeatsInput::Leased { gateway: GATEWAY, sequence: sent - 1 }, seconds(6));
+        assert_eq!(outputs(&mut waits), [], "an old heartbeat's answer");
+        waits.handle(SeatsInput::Leased { gateway: GATEWAY, sequence: sent }, seconds(6));
+        assert!(outputs(&mut waits).iter().any(|output| matches!(output, SeatsOutput::Holds { .. })));
+        let keep = ToSeat::Keep { epoch: Tag(1), next: 0 };
+        waits.handle(SeatsInput::FromGateway { request: REQUEST, message: keep }, seconds(6));
+        assert!(is_computing(&waits));
+        let mut goes = seats();
+        start_at(&mut goes, seconds(16));
+        assert_eq!(goes.holdings().count(), 0);
+    }
+
+    #[test]
+    fn a_gateway_that_attaches_again_has_a_lease_again() {
+        let mut seats = seats();
+        seats.handle(SeatsInput::Timeout, seconds(16));
+        seats.handle(SeatsInput::Attached { gateway: GATEWAY }, seconds(17));
+        start_at(&mut seats, seconds(17));
+        assert!(seats.seat(REQUEST).is_some_and(Seat::is_computing));
+        seats.handle(SeatsInput::Timeout, seconds(33));
+        assert_eq!(seats.holdings().count(), 0, "and it ends again");
     }
 }
