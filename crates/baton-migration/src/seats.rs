@@ -158,15 +158,11 @@ impl<E: Entry> Seats<E> {
             SeatsInput::Leased { gateway, sequence } => self.lease(gateway, sequence, now),
             SeatsInput::FromGateway { request, message } => {
                 self.with_seat(request, now, |seat, out| seat.handle(message, out));
-                // A message that was long under way starts nothing that its gateway's lease would not cover.
-                match self.gateways.get(&request.gateway).map(|lease| lease.standing) {
-                    Some(Standing::Valid) => {}
-                    Some(Standing::Stopped) => self.with_seat(request, now, Seat::pause),
-                    Some(Standing::Freed) | None => self.with_seat(request, now, Seat::lapse),
-                }
+                self.cover(request, now);
             }
             SeatsInput::FromPeer { request, from, message } => {
                 self.with_seat(request, now, |seat, out| seat.handle_peer(from, message, out));
+                self.cover(request, now);
             }
             SeatsInput::Computed { request, entry } => self.with_seat(request, now, |seat, out| seat.output(entry, out)),
             SeatsInput::Frozen { request } => self.with_seat(request, now, Seat::frozen),
@@ -183,6 +179,15 @@ impl<E: Entry> Seats<E> {
         let leases = self.gateways.values().map(|lease| lease.next.min(lease.ends(&self.timing)));
         let requests = self.requests.values().map(|held| held.due(&self.timing));
         leases.chain(requests).min().unwrap_or(Time::NEVER)
+    }
+
+    /// A message that was long under way, or that comes for a gateway which is not attached, begins nothing that no lease would end.
+    fn cover(&mut self, request: RequestName, now: Time) {
+        match self.gateways.get(&request.gateway).map(|lease| lease.standing) {
+            Some(Standing::Valid) => {}
+            Some(Standing::Stopped) => self.with_seat(request, now, Seat::pause),
+            Some(Standing::Freed) | None => self.with_seat(request, now, Seat::lapse),
+        }
     }
 
     fn attach(&mut self, gateway: GatewayName, now: Time) {
@@ -422,6 +427,17 @@ mod tests {
         let mut goes = seats();
         start_at(&mut goes, seconds(16));
         assert_eq!(goes.holdings().count(), 0);
+    }
+
+    #[test]
+    fn a_source_brings_nothing_for_a_gateway_that_is_not_attached() {
+        let mut seats = seats();
+        let from = Place { replica: ReplicaId(1), incarnation: Incarnation(1) };
+        let stranger = RequestName { gateway: GatewayName { id: 2, incarnation: 1 }, sequence: 1 };
+        let prepare = |request| SeatsInput::FromPeer { request, from, message: ToPeer::Prepare { attempt: Tag(2) } };
+        seats.handle(prepare(REQUEST), seconds(1));
+        seats.handle(prepare(stranger), seconds(1));
+        assert_eq!(seats.holdings().collect::<Vec<_>>(), [REQUEST]);
     }
 
     #[test]
