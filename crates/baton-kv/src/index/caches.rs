@@ -40,6 +40,11 @@ const EXPECTED: u8 = 1 << 1;
 const RESIDENT: u8 = 1 << 2;
 /// Two different blocks were seen after it, in the fleet.
 const BRANCHES: u8 = 1 << 3;
+/// Of a part's first block: some block of the part, after this one, may branch.
+const PART_BRANCHES: u8 = 1 << 4;
+
+/// Chains are searched for branches by parts of this many blocks.
+const PART: u32 = 64;
 
 /// Lists of a replica's nodes: by use those never reused and those reused, which may go, and in no order those which may not.
 const LISTS: usize = 3;
@@ -351,13 +356,40 @@ impl Caches {
     pub(super) fn deepest_branch(&self, slot: usize, keys: &[BlockKey], held: usize) -> Option<usize> {
         let (_, mut at) = self.deepest(slot, &keys[..held]);
         while at != NONE {
-            let node = &self.nodes[at as usize];
-            if node.has(BRANCHES) && node.held() {
-                return Some(node.depth as usize + 1);
+            let first = self.nodes[at as usize].depth / PART * PART;
+            // Most parts of a long chain are its own from end to end.
+            if let Some(place) = self.find(slot, keys[first as usize]) {
+                let node = &self.nodes[place as usize];
+                if !node.has(PART_BRANCHES) {
+                    at = node.parent;
+                    continue;
+                }
+            }
+            while at != NONE {
+                let node = &self.nodes[at as usize];
+                if node.depth < first {
+                    break;
+                }
+                if node.has(BRANCHES) && node.held() {
+                    return Some(node.depth as usize + 1);
+                }
+                at = node.parent;
+            }
+        }
+        None
+    }
+
+    fn set_branches(&mut self, place: u32) {
+        self.nodes[place as usize].flags |= BRANCHES;
+        let mut at = place;
+        while at != NONE {
+            let node = &mut self.nodes[at as usize];
+            if node.depth.is_multiple_of(PART) {
+                node.flags |= PART_BRANCHES;
+                return;
             }
             at = node.parent;
         }
-        None
     }
 
     /// Ends the expectations whose lifetime is over.
@@ -1048,8 +1080,11 @@ impl Caches {
         if before > 0 && cache.holes == 0 {
             self.holders.set_holes(slot, false);
         }
-        let node = &mut self.nodes[place as usize];
-        node.flags = if branches { node.flags | BRANCHES } else { node.flags & !BRANCHES };
+        if branches {
+            self.set_branches(place);
+        } else {
+            self.nodes[place as usize].flags &= !BRANCHES;
+        }
     }
 
     /// The block no longer counts as held.
@@ -1091,7 +1126,7 @@ impl Caches {
             let holders: Vec<usize> = self.holders.holders(key).collect();
             for slot in holders {
                 if let Some(place) = self.find(slot, key) {
-                    self.nodes[place as usize].flags |= BRANCHES;
+                    self.set_branches(place);
                 }
             }
         }

@@ -481,6 +481,37 @@ fn where_chains_part_is_found_from_the_end() {
     assert_eq!(index.deepest_branch(ReplicaId(2), &long, 4), Some(3), "seen before it came here");
 }
 
+proptest! {
+    #[test]
+    fn where_long_chains_part_is_where_the_last_of_them_does(
+        length in 1u32..400,
+        partings in prop::collection::vec((0u32..400, 0u32..3, any::<bool>()), 0..6),
+        held in 0usize..400,
+    ) {
+        let mut index = FleetIndex::new("m", LIFETIME, BYTES);
+        let long = keys(&(0..length).collect::<Vec<_>>());
+        index.expect(ReplicaId(0), &long, Time::ZERO);
+        let mut expected = 0;
+        for (number, (at, replica, late)) in partings.into_iter().enumerate() {
+            let at = at.min(length - 1);
+            let held = held.min(long.len()) as u32;
+            // Where it parts after its first block, and before the chain's last.
+            if at > 0 && at <= held && at < length {
+                expected = expected.max(at);
+            }
+            let other: Vec<u32> = (0..at).chain([1000 + number as u32]).collect();
+            index.expect(ReplicaId(replica), &keys(&other), Time::ZERO);
+            if late {
+                // The chain's end comes anew to the replica.
+                index.forget(ReplicaId(0), long[long.len() - 1]);
+                index.expect(ReplicaId(0), &long, Time::ZERO);
+            }
+        }
+        let found = index.deepest_branch(ReplicaId(0), &long, held.min(long.len()));
+        prop_assert_eq!(found.unwrap_or(0) as u32, expected);
+    }
+}
+
 #[test]
 fn what_is_worth_least_goes_over_all_replicas() {
     let mut index = FleetIndex::new("m", Duration::from_hours(1), Bytes(0));
