@@ -307,7 +307,10 @@ impl Exchange {
     fn perform(&mut self, action: Action) {
         match action {
             Action::Place { excluded } => self.place(excluded),
-            Action::Start(owner) => self.start(owner),
+            Action::Start(owner) => {
+                self.start(owner);
+                self.fleet.keep_books();
+            }
             Action::Stop(_) => self.attempt = None,
             Action::Suspect { replica, fault } => {
                 if matches!(fault, Fault::NoFirstToken(_) | Fault::Stalled(_)) {

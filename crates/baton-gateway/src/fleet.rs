@@ -158,12 +158,13 @@ impl Fleet {
         call(&mut self.placement.lock().router, self.clock.now())
     }
 
+    /// Chooses; [`Self::keep_books`] is to be called once the request is on its way.
     pub(crate) fn place(&self, arrival: Arrival) -> Placing {
         let matched = self.reader.matches(&arrival.keys);
         let now = self.clock.now();
         let request = arrival.request;
         let mut placement = self.placement.lock();
-        let verdict = placement.router.place_matched(arrival, Some(matched), now);
+        let verdict = placement.router.decide(arrival, Some(matched), now);
         let placing = if verdict == Verdict::Hold {
             let (tell, told) = oneshot::channel();
             placement.waiting.insert(request, tell);
@@ -173,6 +174,11 @@ impl Fleet {
         };
         self.release_held(&mut placement, now);
         placing
+    }
+
+    /// Enters in the index what was placed; not before it was sent, since it takes longer than the choice.
+    pub(crate) fn keep_books(&self) {
+        self.placement.lock().router.keep_books();
     }
 
     /// A request ended before it heard its verdict: a copy that the verdict may have brought is not made.

@@ -59,6 +59,16 @@ pub struct Router {
     pub(crate) costs_version: u64,
     pub(crate) scratch: Scratch,
     copies: u64,
+    /// Sent, and their blocks not yet in the index; all of the replicas' present lives.
+    unbooked: Vec<Unbooked>,
+}
+
+/// Blocks that a replica will hold for a request.
+#[derive(Debug)]
+struct Unbooked {
+    replica: ReplicaId,
+    keys: Arc<[BlockKey]>,
+    sent_at: Time,
 }
 
 /// Where a request would go.
@@ -120,12 +130,14 @@ impl Router {
             costs_version: 1,
             scratch: Scratch::default(),
             copies: 0,
+            unbooked: Vec::new(),
             config,
         }
     }
 
     /// A replica joined, or told its shape again. A new incarnation begins with empty books and is ready.
     pub fn upsert_replica(&mut self, spec: ReplicaSpec, _now: Time) {
+        self.keep_books();
         self.costs_version += 1;
         self.held.stale = true;
         let blocks = match self.replicas.get_mut(spec.id) {
@@ -149,6 +161,7 @@ impl Router {
 
     /// A dead replica's KV counts as gone; what was sent to it stays booked until `finished`.
     pub fn set_state(&mut self, id: ReplicaId, state: ReplicaState, _now: Time) {
+        self.keep_books();
         let Some(replica) = self.replicas.get_mut(id) else { return };
         if state == ReplicaState::Dead && replica.state != ReplicaState::Dead {
             self.index.restart(id, replica.spec.incarnation);
@@ -159,6 +172,7 @@ impl Router {
 
     /// The replica left for good; requests still in flight there end as unknown ones.
     pub fn remove_replica(&mut self, id: ReplicaId) {
+        self.keep_books();
         if let Some(replica) = self.replicas.remove(id) {
             self.index.restart(id, replica.spec.incarnation);
             self.costs_version += 1;
@@ -183,6 +197,7 @@ impl Router {
 
     /// As [`Self::kv_events`], for [`Self::take_in`] to go on with.
     pub fn begin_kv_events(&mut self, id: ReplicaId, incarnation: Incarnation, batch: Arc<KvEventBatch>, now: Time) -> Applied {
+        self.keep_books();
         if self.replicas.get(id).is_none() {
             return Applied::Ignored;
         }
@@ -192,6 +207,7 @@ impl Router {
     /// Begins to go on without batches that cannot be replayed, those that waited for them being left to [`Self::take_in`]; the replica's
     /// hits count half until its cache is cleared.
     pub fn begin_skip_kv_gap(&mut self, id: ReplicaId) {
+        self.keep_books();
         if self.replicas.get(id).is_some() {
             self.index.begin_skip_gap(id);
         }
@@ -200,6 +216,7 @@ impl Router {
     /// Begins to take in what was known of a replica's cache `age` ago, right after the replica joined with the incarnation that it had
     /// then; see [`FleetIndex::restore`]. [`Self::take_in`] goes on with it.
     pub fn begin_restore(&mut self, id: ReplicaId, mut snapshot: Snapshot, age: Duration, now: Time) -> Result<(), SnapshotError> {
+        self.keep_books();
         if let Some(replica) = self.replicas.get(id) {
             snapshot.truncate((f64::from(replica.spec.kv_blocks.0) * TOLD_SLACK) as usize);
         }
@@ -209,6 +226,7 @@ impl Router {
     /// Begins to drop what is known of a replica's cache, unless the replica is in that life; none of it is a hit from here on, and
     /// [`Self::take_in`] goes on. For one that is about to be removed, to be dead or to begin anew, which would drop all of it at once.
     pub fn begin_clear(&mut self, id: ReplicaId, unless: Option<Incarnation>) -> bool {
+        self.keep_books();
         let begins = self.replicas.get(id).is_some_and(|replica| Some(replica.spec.incarnation) != unless);
         if begins {
             self.index.begin_clear(id);
@@ -218,6 +236,7 @@ impl Router {
 
     /// Goes on with what was begun of a replica's cache, by `blocks` blocks. Tells whether more is left.
     pub fn take_in(&mut self, id: ReplicaId, blocks: usize, now: Time) -> bool {
+        self.keep_books();
         self.make_room(self.index.adding(id, blocks), now);
         self.index.advance(id, blocks, now)
     }
@@ -233,11 +252,24 @@ impl Router {
 
     /// Where the request goes. A request that is placed again, as on a retry, ends its former flight as failed.
     pub fn place(&mut self, arrival: Arrival, now: Time) -> Verdict {
-        self.place_matched(arrival, None, now)
+        let verdict = self.decide(arrival, None, now);
+        self.keep_books();
+        verdict
     }
 
-    /// As [`Self::place`], where a reader of the index has already matched the arrival's keys.
-    pub fn place_matched(&mut self, arrival: Arrival, matched: Option<Matched>, now: Time) -> Verdict {
+    /// Enters in the index what the latest decisions send where. Whatever is asked next does so too.
+    pub fn keep_books(&mut self) {
+        for Unbooked { replica, keys, sent_at } in std::mem::take(&mut self.unbooked) {
+            self.make_room(keys.len(), sent_at);
+            self.index.pin(replica, &keys, sent_at, |seen| self.reuse.see(seen));
+            self.trim(replica, sent_at);
+        }
+    }
+
+    /// As [`Self::place`], where a reader of the index has already matched the arrival's keys, but without the request's blocks in the
+    /// index, which takes longer the more there are: [`Self::keep_books`] is to be called once the request is on its way.
+    pub fn decide(&mut self, arrival: Arrival, matched: Option<Matched>, now: Time) -> Verdict {
+        self.keep_books();
         // The end of a former flight takes back what was expected of it.
         let matched = matched.filter(|_| !self.flights.contains_key(&arrival.request));
         self.finished(arrival.request, Outcome::Failed, None, now);
@@ -279,6 +311,7 @@ impl Router {
         if self.held.is_empty() || !(self.held.stale || self.next_timeout().is_some_and(|at| at <= now)) {
             return Vec::new();
         }
+        self.keep_books();
         self.held.advance(now);
         self.held.stale = false;
         let mut out = Vec::new();
@@ -304,6 +337,7 @@ impl Router {
                     Some(choice) if choice.wait_ms() <= self.bind_limit_ms(deadline.since(now)) => {
                         self.held.release(place);
                         let placed = self.bind(&arrival, choice, now.since(since), now);
+                        self.keep_books();
                         out.push((arrival.request, Verdict::Run(placed)));
                     }
                     None if !self.may_serve_later(&arrival) => {
@@ -379,6 +413,7 @@ impl Router {
 
     /// The request ended on its replica, or was given up while held. `all_keys` name the full blocks of prompt and output together.
     pub fn finished(&mut self, request: RequestId, outcome: Outcome, all_keys: Option<Arc<[BlockKey]>>, now: Time) {
+        self.keep_books();
         if self.held.cancel(request) {
             return;
         }
@@ -435,6 +470,7 @@ impl Router {
 
     /// Forgets the index and all that was learnt, as between compared runs; requests in flight stay booked.
     pub fn reset(&mut self) {
+        self.keep_books();
         self.index.forget_all();
         for replica in self.replicas.values_mut() {
             replica.response_ms = 0.0;
@@ -757,14 +793,13 @@ impl Router {
         replica.private_blocks += flight.private_blocks;
         replica.ledger.add(request, prefill_ms, flight.prompt, now);
         self.demand.dispatch(prefill_ms, now + Duration::from_ms(replica.ledger.backlog_ms()), fleet, now);
-        self.make_room(flight.keys.len(), now);
-        self.index.pin(flight.replica, &flight.keys, now, |seen| self.reuse.see(seen));
-        self.trim(flight.replica, now);
+        self.unbooked.push(Unbooked { replica: flight.replica, keys: flight.keys.clone(), sent_at: now });
         self.flights.insert(request, flight);
     }
 
     /// The engine's first word on how much of a prompt it had, of a request in flight.
     fn correct_index(&mut self, request: RequestId, cached: Tokens) {
+        self.keep_books();
         let Some(flight) = self.flights.get_mut(&request) else { return };
         if std::mem::replace(&mut flight.hit_told, true) {
             return;

@@ -389,7 +389,8 @@ fn a_match_from_before_the_lock_credits_no_replica_with_what_it_lost_since() {
     end(&mut router, 1, ms(100.0));
     let reader = router.index().reader();
     let place = |router: &mut Router, request, matched: &Matched, now| {
-        router.place_matched(arrival(request, 1, 1600), Some(matched.clone()), now);
+        router.decide(arrival(request, 1, 1600), Some(matched.clone()), now);
+        router.keep_books();
         router.decision(RequestId(request)).unwrap().quotes[0].hit_tokens
     };
     let early = reader.matches(&keys(1, 1600));
@@ -400,6 +401,35 @@ fn a_match_from_before_the_lock_credits_no_replica_with_what_it_lost_since() {
     // The request is placed again before its first token: what it would have computed is not there.
     let own = reader.matches(&keys(1, 1600));
     assert_eq!(place(&mut router, 3, &own, ms(310.0)), Tokens(0));
+}
+
+#[test]
+fn a_decision_is_in_the_index_before_anything_else_is_asked() {
+    let mut router = router(PolicyName::Price, OWN_ONLY, 2);
+    let reader = router.index().reader();
+    let decide = |router: &mut Router, request, now| {
+        let matched = reader.matches(&keys(1, 1600));
+        match router.decide(arrival(request, 1, 1600), Some(matched), now) {
+            Verdict::Run(placed) => placed.replica,
+            other => panic!("{other:?}"),
+        }
+    };
+    let first = decide(&mut router, 1, ms(0.0));
+    assert_eq!(router.index().blocks_held(first), 0, "not yet: the request is to be sent first");
+    router.keep_books();
+    assert_eq!(router.index().blocks_held(first), 100);
+    router.keep_books();
+    assert_eq!(router.index().blocks_pinned(first), 100, "once");
+    end(&mut router, 1, ms(200.0));
+    // One that nobody kept the books of ends: neither pins nor expectations of it are left.
+    let second = decide(&mut router, 2, ms(300.0));
+    router.finished(RequestId(2), Outcome::Cancelled, None, ms(301.0));
+    assert_eq!(router.index().blocks_pinned(second), 0);
+    // And one whose replica begins anew leaves nothing in the next life.
+    let third = decide(&mut router, 3, ms(400.0));
+    router.upsert_replica(ReplicaSpec { incarnation: Incarnation(2), ..spec(third.0) }, ms(401.0));
+    router.keep_books();
+    assert_eq!((router.index().blocks_held(third), router.index().blocks_pinned(third)), (0, 0));
 }
 
 #[test]

@@ -1,9 +1,10 @@
 //! What one decision of `price` costs, term by term: `decide [replicas=8,64,1024] [tokens=2048,8192,102400]`.
 //!
 //! Full caches, sessions of which each decision continues one, half of the replicas busy. A row is the median of a whole decision on
-//! this machine, booking included, and of those that found nine tenths of the prompt where they went: a miss enters every block in
-//! the index and takes as many out. The columns beside them are the match alone, what `session-hash` takes where it finds as much
-//! (matching, own wait and prefill, booking, so that the rest is the price of others), and what a decision is faster without one term.
+//! this machine, of those that found nine tenths of the prompt where they went, and of what follows when the request is on its way:
+//! its blocks' entry in the index, of which a miss adds every one and takes as many out. The columns beside them are the match alone,
+//! what `session-hash` takes where it finds as much (matching, own wait and prefill, so that the rest is the price of others), and
+//! what a decision is faster without one term.
 #![allow(clippy::print_stdout, clippy::disallowed_methods, reason = "a program that measures")]
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
@@ -28,13 +29,14 @@ fn main() {
     };
     println!("us a decision, p50 (p99 of the whole)");
     println!(
-        "{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}{:>11}{:>9}{:>9}{:>9}{:>9}{:>9}",
+        "{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}{:>9}{:>11}{:>9}{:>9}{:>9}{:>9}{:>9}",
         "replicas",
         "tokens",
         "match",
         "whole",
         "p99",
         "held",
+        "booking",
         "misses",
         "hashed",
         "delay",
@@ -54,11 +56,12 @@ fn main() {
                 whole.decision - measure(replicas, tokens, config).decision
             };
             println!(
-                "{replicas:>9}{tokens:>9}{:>9.1}{:>9.1}{:>9.1}{:>9.1}{:>8.0}%{:>9.1}{:>11.1}{:>9.1}{:>9.1}{:>9.1}{:>9.1}{:>9.1}",
+                "{replicas:>9}{tokens:>9}{:>9.1}{:>9.1}{:>9.1}{:>9.1}{:>9.1}{:>8.0}%{:>9.1}{:>11.1}{:>9.1}{:>9.1}{:>9.1}{:>9.1}{:>9.1}",
                 whole.matched,
                 whole.decision,
                 whole.decision_p99,
                 whole.held,
+                whole.booking,
                 whole.misses * 100.0,
                 hashed.held,
                 without(|weights| weights.delay = 0.0),
@@ -78,6 +81,8 @@ struct Cost {
     decision_p99: f64,
     /// Of those that found nine tenths of their prompt.
     held: f64,
+    /// Of those too.
+    booking: f64,
     misses: f64,
 }
 
@@ -108,7 +113,7 @@ fn measure(replicas: u32, tokens: u32, config: RouterConfig) -> Cost {
         chain_keys(root, &(0..shared).chain(own).collect::<Vec<u32>>(), BlockSize::DEFAULT).into()
     };
     let chains: Vec<Arc<[BlockKey]>> = (0..sessions.min(1024)).map(chain).collect();
-    let (mut matched_us, mut decision_us, mut held_us) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut matched_us, mut decision_us, mut held_us, mut booking_us) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let mut running: std::collections::VecDeque<RequestId> = std::collections::VecDeque::new();
     let mut depths = Vec::new();
     for request in 0..WARM_UP + DECISIONS {
@@ -129,14 +134,18 @@ fn measure(replicas: u32, tokens: u32, config: RouterConfig) -> Cost {
         router.index().matches_into(&keys, &mut depths);
         let matched = start.elapsed();
         let start = Instant::now();
-        let verdict = router.place(arrival, now);
+        let verdict = router.decide(arrival, None, now);
         let took = start.elapsed();
+        let start = Instant::now();
+        router.keep_books();
+        let booked = start.elapsed();
         if request >= WARM_UP {
             matched_us.push(matched.as_secs_f64() * 1e6);
             decision_us.push(took.as_secs_f64() * 1e6);
             let depth = |id: ReplicaId| depths.get(id.index()).map_or(0, |depth| *depth as usize);
             if matches!(&verdict, Verdict::Run(placed) if 10 * depth(placed.replica) >= 9 * keys.len()) {
                 held_us.push(took.as_secs_f64() * 1e6);
+                booking_us.push(booked.as_secs_f64() * 1e6);
             }
         }
         if let Verdict::Run(placed) = verdict {
@@ -150,7 +159,7 @@ fn measure(replicas: u32, tokens: u32, config: RouterConfig) -> Cost {
         }
         router.released(now);
     }
-    for all in [&mut matched_us, &mut decision_us, &mut held_us] {
+    for all in [&mut matched_us, &mut decision_us, &mut held_us, &mut booking_us] {
         all.sort_by(f64::total_cmp);
     }
     Cost {
@@ -158,6 +167,7 @@ fn measure(replicas: u32, tokens: u32, config: RouterConfig) -> Cost {
         decision: percentile(&decision_us, 0.5),
         decision_p99: percentile(&decision_us, 0.99),
         held: percentile(&held_us, 0.5),
+        booking: percentile(&booking_us, 0.5),
         misses: 1.0 - held_us.len() as f64 / decision_us.len() as f64,
     }
 }
