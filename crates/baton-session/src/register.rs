@@ -68,6 +68,13 @@ impl Register {
         owner
     }
 
+    /// The attempt under `epoch` goes on at `replica`.
+    pub(crate) fn move_to(&mut self, epoch: Epoch, replica: ReplicaId) {
+        if let Some(owner) = self.owner.as_mut().filter(|owner| owner.epoch == epoch) {
+            owner.replica = replica;
+        }
+    }
+
     pub(crate) fn release(&mut self) -> Option<Owner> {
         self.owner.take()
     }

@@ -55,8 +55,13 @@ pub enum Input {
         epoch: Epoch,
         fault: Fault,
     },
-    /// The replica has lately answered others: without a first token yet it is busy rather than hung, and gets its time again.
+    /// The replica is known to work, though not on this: it is busy rather than hung, and gets its time again.
     ReplicaAlive,
+    /// The attempt goes on at another replica, with all that it has given.
+    Moved {
+        epoch: Epoch,
+        replica: ReplicaId,
+    },
     ClientGone,
     /// The gateway must stop and will wait no longer.
     DrainDeadline,
@@ -232,11 +237,12 @@ impl Session {
                     self.lost(fault);
                 }
             }
-            Input::ReplicaAlive => {
-                if let Phase::Starting { within, .. } = self.phase {
-                    self.phase = Phase::Starting { due: now + within, within };
-                }
-            }
+            Input::ReplicaAlive => match self.phase {
+                Phase::Starting { within, .. } => self.phase = Phase::Starting { due: now + within, within },
+                Phase::Streaming { .. } => self.phase = Phase::Streaming { silent_since: now },
+                Phase::Placing | Phase::Ended => {}
+            },
+            Input::Moved { epoch, replica } => self.register.move_to(epoch, replica),
             Input::ClientGone => self.end(End::Cancelled),
             Input::DrainDeadline => self.end(End::Drained),
             Input::Timeout => self.timeout(now),

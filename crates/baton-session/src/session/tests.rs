@@ -35,6 +35,27 @@ fn a_complete_stream_finishes() {
 }
 
 #[test]
+fn an_attempt_that_moved_fails_where_it_is() {
+    let mut session = running(CONFIG);
+    session.offer(Epoch(1), 0, 0, 3, Time(1));
+    session.handle(Input::Moved { epoch: Epoch(1), replica: ReplicaId(2) }, Time(2));
+    assert_eq!(session.offer(Epoch(1), 0, 3, 1, Time(3)), Offer::Deliver { skip: 0 });
+    session.handle(Input::Moved { epoch: Epoch(7), replica: ReplicaId(9) }, Time(4));
+    session.handle(Input::Failed { epoch: Epoch(1), fault: Fault::Unreachable }, Time(5));
+    assert_eq!(drain(&mut session)[0], Action::Suspect { replica: ReplicaId(2), fault: Fault::Unreachable });
+}
+
+#[test]
+fn a_silent_replica_that_is_known_to_work_gets_its_time_again() {
+    let mut session = running(CONFIG);
+    session.offer(Epoch(1), 0, 0, 1, Time(1));
+    let due = session.poll_timeout().unwrap();
+    session.handle(Input::ReplicaAlive, due);
+    session.handle(Input::Timeout, due);
+    assert_eq!((drain(&mut session), session.poll_timeout()), (vec![], Some(due + LIMITS.stall)));
+}
+
+#[test]
 fn a_failure_before_the_first_token_is_retried_elsewhere() {
     let mut session = running(CONFIG);
     session.handle(Input::Failed { epoch: Epoch(1), fault: Fault::Unreachable }, Time(1));
