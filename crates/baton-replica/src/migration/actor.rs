@@ -7,6 +7,7 @@ use std::{
 };
 
 use baton_engine::{Output, SequenceState};
+use baton_link::Identity;
 use baton_migration::{
     Entry, GatewayName, Kv, Phase, Place, RequestName, Seats, SeatsInput, SeatsOutput, Tag, Timing, ToPeer, ToSeat, Work,
 };
@@ -18,7 +19,6 @@ use tokio::{
 };
 
 use super::{
-    connection::Identity,
     control::ConnectionId,
     kv_source::{Frozen, KvSource},
     kv_target::{Opening, TargetOrder},

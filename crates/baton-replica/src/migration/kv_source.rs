@@ -2,14 +2,11 @@
 
 use std::{convert::Infallible, ops::Range, sync::Arc, time::Duration};
 
+use baton_link::{Connection, ConnectionError, FrameReader, FrameWriter, Identity};
 use baton_migration::{Place, RequestName, Tag};
-use baton_units::{BlockSize, Blocks, Incarnation, ReplicaId, RequestId, Tokens};
-use baton_wire::migration::{
-    BlockHeader, FrameError, HeldBlocks, KvFrame, KvPlan, MoveTo, OutputEntry, Refusal,
-    handshake::{Role, Side},
-};
+use baton_units::{BlockSize, Blocks, RequestId, Tokens};
+use baton_wire::migration::{BlockHeader, FrameError, HeldBlocks, KvFrame, KvPlan, MoveTo, OutputEntry, Refusal, handshake::Role};
 use tokio::{
-    net::TcpStream,
     sync::{mpsc, oneshot},
     task::JoinSet,
 };
@@ -17,7 +14,6 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::{
     actor::{FromSource, Input},
-    connection::{ConnectionError, FrameReader, FrameWriter, Identity},
     travel,
 };
 use crate::driver::{EngineHandle, Exported, MoveCommand, Progress};
@@ -26,7 +22,7 @@ use crate::driver::{EngineHandle, Exported, MoveCommand, Progress};
 const LAST_BLOCKS: Blocks = Blocks(16);
 /// A request that fills blocks as fast as they are copied is frozen after so many rounds.
 const ROUNDS_MAX: usize = 3;
-/// A target that is not there within this is not waited for.
+/// A target that is not there, and has not introduced itself, within this is not waited for.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(5);
 
 /// One attempt to move one request away.
@@ -47,10 +43,8 @@ pub(super) struct Frozen(pub(super) Vec<OutputEntry>);
 
 #[derive(Debug, thiserror::Error)]
 enum CopyError {
-    #[error("the target cannot be reached: {0}")]
-    Unreachable(std::io::Error),
-    #[error("the target does not answer")]
-    Silent,
+    #[error("there is no connection to the target: {0}")]
+    Unreachable(ConnectionError),
     #[error("{0} answered, and {1} was to be reached")]
     Elsewhere(Place, Place),
     #[error("the connection broke: {0}")]
@@ -139,11 +133,10 @@ impl KvSource {
     }
 
     async fn connect(&self) -> Result<Link, CopyError> {
-        let connecting = tokio::time::timeout(CONNECT_PATIENCE, TcpStream::connect(&self.to.kv_address));
-        let stream = connecting.await.map_err(|_| CopyError::Silent)?.map_err(CopyError::Unreachable)?;
-        let (hello, reader, writer) = self.identity.shake_hands(stream, Side::Dialer, Role::Source).await?;
-        let place = Place { replica: ReplicaId(hello.id as u32), incarnation: Incarnation(hello.incarnation) };
-        if hello.role != Role::Replica || place != self.target {
+        let dialed = baton_link::dial(&self.to.kv_address, &self.identity, Role::Source, CONNECT_PATIENCE).await;
+        let Connection { hello, reader, writer } = dialed.map_err(CopyError::Unreachable)?;
+        let place = hello.place();
+        if place != self.target {
             return Err(CopyError::Elsewhere(place, self.target));
         }
         let (sender, frames) = mpsc::channel(16);
@@ -205,7 +198,7 @@ impl KvSource {
     }
 
     fn block_size(&self) -> BlockSize {
-        self.identity.block_size
+        travel::block_size(&self.identity.hello)
     }
 }
 

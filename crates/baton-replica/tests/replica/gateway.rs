@@ -2,30 +2,27 @@
 
 use std::{
     collections::BTreeMap,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
+use baton_link::{Connection, ConnectionError, FrameReader, FrameWriter, Identity};
 use baton_migration::{GatewayName, Ownership, OwnershipInput, OwnershipOutput, Phase, Place, RequestName, Tag, Timing, ToSeat};
-use baton_units::{Incarnation, ReplicaId, Time};
+use baton_units::Time;
 use baton_wire::{
     migration::{
-        ControlFrame, HEADER_BYTES, MoveTo, Opener, OutputEntry, RunRequest, Sealer,
-        handshake::{FleetKey, Hello, PROOF_BYTES, Role, Side, Transcript, VERSION},
+        ControlFrame, MoveTo, OutputEntry, RunRequest,
+        handshake::{FleetKey, Role},
     },
     replica::Report,
 };
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::{TcpStream, tcp::OwnedReadHalf, tcp::OwnedWriteHalf},
-    sync::mpsc,
-    task::JoinSet,
-};
+use tokio::{sync::mpsc, task::JoinSet};
 
 const PATIENCE: Duration = Duration::from_mins(1);
 
 pub(crate) struct Gateway {
     name: GatewayName,
-    key: Option<FleetKey>,
+    key: Option<Arc<FleetKey>>,
     timing: Timing,
     origin: Instant,
     links: BTreeMap<Place, Link>,
@@ -50,8 +47,7 @@ pub(crate) struct Gateway {
 
 struct Link {
     kv_address: String,
-    writer: OwnedWriteHalf,
-    sealer: Sealer,
+    writer: FrameWriter,
 }
 
 pub(crate) struct Request {
@@ -94,47 +90,19 @@ impl Gateway {
     }
 
     pub(crate) fn with_key(timing: Timing, key: FleetKey) -> Self {
-        Self { key: Some(key), ..Self::new(timing) }
+        Self { key: Some(Arc::new(key)), ..Self::new(timing) }
     }
 
     /// Connects to a replica that told where it is.
-    pub(crate) async fn attach(&mut self, report: &Report) -> std::io::Result<Place> {
+    pub(crate) async fn attach(&mut self, report: &Report) -> Result<Place, ConnectionError> {
         let source = report.migration.as_ref().expect("the replica takes part in migration");
-        let stream = TcpStream::connect(&source.control_address).await?;
-        stream.set_nodelay(true)?;
-        let (mut read, mut write) = stream.into_split();
-        let hello = Hello {
-            version: VERSION,
-            role: Role::Gateway,
-            id: self.name.id,
-            incarnation: self.name.incarnation,
-            numerics_id: String::new(),
-            kv_layout: None,
-            freeze: None,
-            kv_address: None,
-            nonce: [9; 32],
-        };
-        let dialer = hello.to_bytes();
-        write.write_all(&dialer).await?;
-        let mut listener = vec![0; 4];
-        read.read_exact(&mut listener).await?;
-        listener.resize(4 + Hello::body_bytes(listener[..4].try_into().unwrap()).unwrap(), 0);
-        read.read_exact(&mut listener[4..]).await?;
-        let theirs = Hello::from_body(&listener[4..]).unwrap();
-        let place = Place { replica: ReplicaId(theirs.id as u32), incarnation: Incarnation(theirs.incarnation) };
-        assert_eq!((theirs.role, place.replica.0, theirs.incarnation), (Role::Replica, source.replica, report.incarnation));
-        assert_eq!((&theirs.numerics_id, &theirs.kv_layout), (&report.numerics_id, &source.kv_layout));
-        let transcript = Transcript { dialer, listener };
-        let mut keys = (None, None);
-        if let Some(key) = &self.key {
-            write.write_all(&key.proof(Side::Dialer, &transcript)).await?;
-            let mut proof = [0; PROOF_BYTES];
-            read.read_exact(&mut proof).await?;
-            key.check(Side::Listener, &transcript, &proof).unwrap();
-            keys = (Some(key.frame_key(Side::Dialer, &transcript)), Some(key.frame_key(Side::Listener, &transcript)));
-        }
-        self.readers.spawn(read_frames(read, Opener::new(keys.1), place, self.sender.clone()));
-        let link = Link { kv_address: source.kv_address.clone(), writer: write, sealer: Sealer::new(keys.0) };
+        let identity = Identity::of_gateway(self.name, self.key.clone());
+        let Connection { hello, reader, writer } = baton_link::dial(&source.control_address, &identity, Role::Gateway, PATIENCE).await?;
+        let place = hello.place();
+        assert_eq!((place.replica.0, hello.incarnation), (source.replica, report.incarnation));
+        assert_eq!((&hello.numerics_id, &hello.kv_layout), (&report.numerics_id, &source.kv_layout));
+        self.readers.spawn(read_frames(reader, place, self.sender.clone()));
+        let link = Link { kv_address: source.kv_address.clone(), writer };
         self.links.insert(place, link);
         Ok(place)
     }
@@ -207,9 +175,7 @@ impl Gateway {
 
     pub(crate) async fn send(&mut self, to: Place, frame: ControlFrame) {
         let Some(link) = self.links.get_mut(&to) else { return };
-        let mut bytes = Vec::new();
-        frame.seal(&mut link.sealer, &mut bytes);
-        if link.writer.write_all(&bytes).await.is_err() {
+        if link.writer.control(&frame).await.is_err() || link.writer.flush().await.is_err() {
             self.links.remove(&to);
         }
     }
@@ -308,28 +274,16 @@ pub(crate) fn nonce(attempt: Tag) -> [u8; 16] {
     [attempt.0 as u8; 16]
 }
 
-async fn read_frames(
-    mut read: OwnedReadHalf,
-    mut opener: Opener,
-    place: Place,
-    frames: mpsc::UnboundedSender<(Place, Option<ControlFrame>)>,
-) {
-    while let Ok((kind, body)) = read_frame(&mut read, &mut opener).await {
-        if frames.send((place, Some(ControlFrame::decode(kind, &body).unwrap()))).is_err() {
+async fn read_frames(mut reader: FrameReader, place: Place, frames: mpsc::UnboundedSender<(Place, Option<ControlFrame>)>) {
+    loop {
+        let frame = match reader.control().await {
+            Ok(frame) => Some(frame),
+            Err(ConnectionError::Io(_)) => None,
+            Err(error) => panic!("{error}"),
+        };
+        let ended = frame.is_none();
+        if frames.send((place, frame)).is_err() || ended {
             return;
         }
     }
-    let _ = frames.send((place, None));
-}
-
-/// Kind and body of the next frame.
-pub(crate) async fn read_frame(read: &mut (impl AsyncReadExt + Unpin), opener: &mut Opener) -> std::io::Result<(u16, Vec<u8>)> {
-    let mut head = [0; HEADER_BYTES];
-    read.read_exact(&mut head).await?;
-    let header = opener.header(&head).unwrap();
-    let (mut body, mut trailer) = (vec![0; header.body as usize], vec![0; opener.trailer_bytes()]);
-    read.read_exact(&mut body).await?;
-    read.read_exact(&mut trailer).await?;
-    opener.check(&head, &body, &trailer).unwrap();
-    Ok((header.kind, body))
 }
