@@ -11,7 +11,7 @@ use baton_link::Identity;
 use baton_migration::{
     Entry, GatewayName, Kv, Phase, Place, RequestName, Seats, SeatsInput, SeatsOutput, Tag, Timing, ToPeer, ToSeat, Work,
 };
-use baton_units::{RequestId, Time};
+use baton_units::RequestId;
 use baton_wire::migration::{ControlFrame, Heartbeat, MoveTo, OutputEntry, Refusal, RunRequest};
 use tokio::{
     sync::{mpsc, oneshot, watch},
@@ -92,8 +92,6 @@ pub(super) enum FromTarget {
 pub(super) struct Actor {
     seats: Seats<OutputEntry>,
     clock: LeaseClock,
-    /// A gateway that answered nothing for so long is told all that is held when it does.
-    stop_after: Duration,
     identity: Arc<Identity>,
     engine: EngineHandle,
     /// For copies to tell it by.
@@ -107,8 +105,6 @@ pub(super) struct Actor {
     arriving: Option<(RequestName, Tag)>,
     /// Whose engine's part may differ from what the seat wants.
     unsettled: BTreeSet<RequestName>,
-    /// Gateways that are to be told that all holdings were told.
-    all_held: BTreeSet<GatewayName>,
     holdings: watch::Sender<usize>,
 }
 
@@ -116,7 +112,6 @@ struct Gateway {
     name: GatewayName,
     connection: ConnectionId,
     frames: mpsc::Sender<ControlFrame>,
-    answered: Time,
 }
 
 struct Expected {
@@ -188,7 +183,6 @@ impl Actor {
         Self {
             seats: Seats::new(place, timing),
             clock: LeaseClock::start(),
-            stop_after: timing.stop_after,
             identity,
             engine,
             inputs,
@@ -198,7 +192,6 @@ impl Actor {
             expected: BTreeMap::new(),
             arriving: None,
             unsettled: BTreeSet::new(),
-            all_held: BTreeSet::new(),
             holdings,
         }
     }
@@ -224,9 +217,7 @@ impl Actor {
             Input::Attached { gateway, connection, frames } => {
                 tracing::info!(gateway = gateway.id, "a gateway attached");
                 self.expected.retain(|name, _| name.gateway.id != gateway.id || name.gateway == gateway);
-                let answered = self.clock.now();
-                self.gateways.insert(gateway.id, Gateway { name: gateway, connection, frames, answered });
-                self.all_held.insert(gateway);
+                self.gateways.insert(gateway.id, Gateway { name: gateway, connection, frames });
                 self.feed(SeatsInput::Attached { gateway });
             }
             Input::Detached { gateway, connection } => {
@@ -254,15 +245,7 @@ impl Actor {
 
     fn frame(&mut self, gateway: GatewayName, frame: ControlFrame) {
         match frame {
-            ControlFrame::Lease { sequence } => {
-                let now = self.clock.now();
-                let attached = self.gateways.get_mut(&gateway.id).expect("the frame came from it");
-                if now.since(attached.answered) > self.stop_after {
-                    self.all_held.insert(gateway);
-                }
-                attached.answered = now;
-                self.feed(SeatsInput::Leased { gateway, sequence });
-            }
+            ControlFrame::Lease { sequence } => self.feed(SeatsInput::Leased { gateway, sequence }),
             ControlFrame::Expect { request, attempt, source, bytes: _, nonce } if request.gateway == gateway => {
                 if self.expected.len() >= EXPECTED_MAX {
                     self.expected.pop_first();
@@ -452,9 +435,6 @@ impl Actor {
             let Some(request) = self.unsettled.pop_first() else { break };
             self.settle(request);
         }
-        for gateway in std::mem::take(&mut self.all_held) {
-            self.send(gateway, ControlFrame::AllHeld);
-        }
         let held = self.requests.len();
         self.holdings.send_if_modified(|holdings| std::mem::replace(holdings, held) != held);
     }
@@ -473,9 +453,9 @@ impl Actor {
                 self.send(gateway, ControlFrame::Heartbeat(beat));
             }
             SeatsOutput::Holds { request, phase, tag, entries } => {
-                self.all_held.insert(request.gateway);
                 self.send(request.gateway, ControlFrame::Holds { request, phase, tag, entries });
             }
+            SeatsOutput::AllHeld { gateway } => self.send(gateway, ControlFrame::AllHeld),
             SeatsOutput::ToGateway { request, message } => {
                 self.unsettled.insert(request);
                 self.send(request.gateway, ControlFrame::ToGateway { request, message });
