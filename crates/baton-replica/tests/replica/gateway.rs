@@ -7,7 +7,7 @@ use std::{
 };
 
 use baton_link::{Connection, ConnectionError, FrameReader, FrameWriter, Identity};
-use baton_migration::{GatewayName, Ownership, OwnershipInput, OwnershipOutput, Phase, Place, RequestName, Tag, Timing, ToSeat};
+use baton_migration::{GatewayName, Ownership, OwnershipInput, Phase, Place, RegisterOutput, RequestName, Tag, Timing, ToSeat};
 use baton_units::Time;
 use baton_wire::{
     migration::{
@@ -231,14 +231,15 @@ impl Gateway {
         while let Some(output) = self.requests.get_mut(&number).unwrap().ownership.poll() {
             let request = self.requests.get_mut(&number).unwrap();
             match output {
-                OwnershipOutput::ToSeat { to, message } => self.to(number, to, message).await,
-                OwnershipOutput::Deliver(entry) => {
+                RegisterOutput::ToSeat { to, message } => self.to(number, to, message).await,
+                RegisterOutput::Deliver(entry) => {
                     request.delivered.push(entry);
                     delivered = true;
                 }
-                OwnershipOutput::Committed { .. } => request.committed += 1,
-                OwnershipOutput::AttemptEnded { .. } => request.attempts_ended += 1,
-                OwnershipOutput::Lost => request.lost = true,
+                RegisterOutput::Committed { .. } => request.committed += 1,
+                RegisterOutput::AttemptEnded { .. } => request.attempts_ended += 1,
+                RegisterOutput::Started { .. } => {}
+                RegisterOutput::Lost => request.lost = true,
             }
         }
         if delivered && self.acknowledges && self.stalled != Some(number) {
