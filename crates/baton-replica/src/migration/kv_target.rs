@@ -95,8 +95,14 @@ async fn serve(stream: TcpStream, identity: &Identity, engine: EngineHandle, inp
     let (request, attempt) = (opening.request, opening.attempt);
     let mut target = KvTarget { identity, engine, inputs: inputs.clone(), opening, writer };
     let ended = target.take(reader, plan).await;
-    if let Err(TakeError::Refused(refusal)) = &ended {
-        let _ = target.writer.kv(&KvFrame::Refuse(refusal.clone())).await;
+    // So that the source can say why.
+    let parting = match &ended {
+        Err(TakeError::Refused(refusal)) => Some(KvFrame::Refuse(refusal.clone())),
+        Err(TakeError::Protocol(why)) => Some(KvFrame::Abort { why: why.clone() }),
+        Ok(()) | Err(TakeError::Connection(_) | TakeError::Silent | TakeError::Aborted(_) | TakeError::Gone) => None,
+    };
+    if let Some(frame) = parting {
+        let _ = target.writer.kv(&frame).await;
     }
     let _ = inputs.send(Input::Target { request, attempt, news: FromTarget::Ended }).await;
     ended

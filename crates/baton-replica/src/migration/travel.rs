@@ -132,7 +132,7 @@ fn sampling_from_wire(sampling: &RunSampling) -> Result<SamplingParams, Sampling
     })
 }
 
-fn micros(span: Duration) -> u64 {
+pub(super) fn micros(span: Duration) -> u64 {
     u64::try_from(span.as_micros()).unwrap_or(u64::MAX)
 }
 

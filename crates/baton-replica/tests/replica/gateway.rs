@@ -11,7 +11,7 @@ use baton_migration::{GatewayName, Ownership, OwnershipInput, Phase, Place, Regi
 use baton_units::Time;
 use baton_wire::{
     migration::{
-        ControlFrame, MoveTo, OutputEntry, RunRequest,
+        ControlFrame, Copied, MoveTo, OutputEntry, RunRequest,
         handshake::{FleetKey, Role},
     },
     replica::Report,
@@ -43,6 +43,23 @@ pub(crate) struct Gateway {
     /// What replicas said that they hold, since they were attached.
     pub(crate) holds: Vec<(Place, RequestName, Phase)>,
     pub(crate) heartbeats: u64,
+    /// Why attempts ended and requests were lost, where a replica said so.
+    pub(crate) reasons: Vec<(u64, String)>,
+    pub(crate) scheduled: Vec<Scheduled>,
+    /// What moves took.
+    pub(crate) moved: Vec<(u64, Tag, Copied)>,
+}
+
+/// What a replica told of a request before its first output.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Scheduled {
+    pub(crate) sequence: u64,
+    pub(crate) at: Place,
+    pub(crate) epoch: Tag,
+    pub(crate) cached: u32,
+    pub(crate) waited_us: u64,
+    /// Entries that the gateway had then.
+    pub(crate) delivered: usize,
 }
 
 struct Link {
@@ -86,6 +103,9 @@ impl Gateway {
             wrong_nonce: false,
             holds: Vec::new(),
             heartbeats: 0,
+            reasons: Vec::new(),
+            scheduled: Vec::new(),
+            moved: Vec::new(),
         }
     }
 
@@ -219,9 +239,18 @@ impl Gateway {
             }
             // Of requests that a test runs by itself it knows nothing.
             ControlFrame::ToGateway { request, .. } if !self.requests.contains_key(&request.sequence) => {}
-            ControlFrame::ToGateway { request, message } => {
+            ControlFrame::ToGateway { request, message, why } => {
+                if !why.is_empty() {
+                    self.reasons.push((request.sequence, why));
+                }
                 self.tell(request.sequence, OwnershipInput::FromSeat { from, message }).await;
             }
+            ControlFrame::Scheduled { request, epoch, cached, waited_us } => {
+                let known = self.requests.get(&request.sequence);
+                let delivered = known.map_or(0, |request| request.delivered.len());
+                self.scheduled.push(Scheduled { sequence: request.sequence, at: from, epoch, cached, waited_us, delivered });
+            }
+            ControlFrame::Moved { request, attempt, copied } => self.moved.push((request.sequence, attempt, copied)),
             other => panic!("{other:?} is not for a gateway"),
         }
     }
@@ -255,7 +284,7 @@ impl Gateway {
                     return;
                 }
                 let nonce = nonce(*attempt);
-                let expect = ControlFrame::Expect { request: self.request_name(number), attempt: *attempt, source: to, bytes: 0, nonce };
+                let expect = ControlFrame::Expect { request: self.request_name(number), attempt: *attempt, source: to, nonce };
                 let (kv_address, target) = (self.kv_address(*target), *target);
                 self.send(target, expect).await;
                 MoveTo { kv_address, nonce: if self.wrong_nonce { [0; 16] } else { nonce } }.to_bytes()
