@@ -53,6 +53,19 @@ pub struct History {
     pub preemptions: u32,
 }
 
+impl History {
+    /// As of so much later.
+    #[must_use]
+    pub fn aged(self, span: Duration) -> Self {
+        Self {
+            age: self.age + span,
+            since_first_scheduled: self.since_first_scheduled.map(|since| since + span),
+            since_first_token: self.since_first_token.map(|since| since + span),
+            ..self
+        }
+    }
+}
+
 impl SequenceState {
     /// A request that goes on after the output that its client has, wherever that came from. A seed that was drawn for it must be in
     /// the request; the history is that of a request that just came.
@@ -159,4 +172,19 @@ pub enum MoveRefusal {
     /// As a request it would be refused too.
     #[error(transparent)]
     Request(#[from] SubmitError),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spans_grow_while_a_state_travels_and_what_has_not_happened_has_none() {
+        let second = Duration::from_secs(1);
+        let history =
+            History { age: 3 * second, since_first_scheduled: Some(second), cached: Some(Tokens(5)), preemptions: 2, ..History::default() };
+        let later = History { age: 5 * second, since_first_scheduled: Some(3 * second), ..history };
+        assert_eq!(history.aged(2 * second), later);
+        assert_eq!(history.aged(second).aged(second), later);
+    }
 }

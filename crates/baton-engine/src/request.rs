@@ -73,6 +73,8 @@ pub struct Output {
     pub top: Vec<(u32, f32)>,
     /// Prompt tokens whose KV was found in the prefix cache when the request was first admitted.
     pub cached_tokens: Tokens,
+    /// Start of the first step that computed something for the choice, in this engine or before it came here.
+    pub first_scheduled: Option<Time>,
     /// Set with the choice's last token.
     pub finish: Option<Finish>,
 }

@@ -5,6 +5,9 @@
 //! repeat what is unanswered ([`Register::unanswered`], [`Seat::unanswered`]) as often as their shell likes, and any message may be
 //! lost, repeated, late or out of order: what is right never depends on a timer or on knowing who is dead, only on tags.
 //!
+//! [`Owners`] is all requests of one life of a gateway, with their timers and what is thought of the replicas; [`Seats`] all that one life of
+//! a replica holds.
+//!
 //! *Tags.* Epochs and attempts come from one counter of the request at its gateway. An attempt to move that is committed makes the
 //! target the owner under an epoch of the attempt's number. Whatever a replica holds has one tag: its epoch when it runs or is frozen,
 //! its attempt while it is prepared. A higher tag replaces a lower one, and `Stop { upto }` ends all up to it.
@@ -14,6 +17,7 @@
 //! The finish is an entry of its own at the next index, so that a finish that races a move needs no case.
 
 mod message;
+mod owners;
 mod ownership;
 mod register;
 mod seat;
@@ -25,7 +29,8 @@ mod watch;
 mod checker;
 
 pub use message::{Entry, Phase, Place, Tag, ToGateway, ToPeer, ToSeat};
-pub use ownership::{Ownership, OwnershipInput, OwnershipOutput};
+pub use owners::{Owners, OwnersInput, OwnersOutput};
+pub use ownership::{Ownership, OwnershipInput};
 pub use register::{Register, RegisterOutput};
 pub use seat::{Holding, Kv, Seat, SeatOutput, Work};
 pub use seats::{GatewayName, RequestName, Seats, SeatsInput, SeatsOutput};

@@ -1,8 +1,8 @@
-use std::{collections::VecDeque, time::Duration};
+use std::collections::VecDeque;
 
 use baton_units::Time;
 
-use crate::{Entry, Phase, Place, Register, RegisterOutput, Tag, Timing, ToGateway, ToSeat, timing::Repeat};
+use crate::{Entry, Phase, Place, Register, RegisterOutput, Tag, Timing, ToGateway, timing::Repeat};
 
 /// Something that happened to a request at its gateway.
 #[derive(Debug, Clone)]
@@ -27,7 +27,7 @@ pub enum OwnershipInput<E> {
     },
     /// Give the open attempt up.
     Stay,
-    /// Run on at `owner`: the answer to [`OwnershipOutput::Lost`].
+    /// Run on at `owner`: the answer to [`RegisterOutput::Lost`].
     Force {
         owner: Place,
     },
@@ -39,30 +39,14 @@ pub enum OwnershipInput<E> {
     Gone {
         place: Place,
     },
+    /// A replica was silent for [`Timing::lingers`]: its leases have freed what it held.
+    Freed {
+        place: Place,
+    },
     /// The client has gone, or has all it wants.
     End,
     /// The moment of [`Ownership::poll_timeout`] has passed.
     Timeout,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum OwnershipOutput<E> {
-    ToSeat {
-        to: Place,
-        message: ToSeat<E>,
-    },
-    /// The client's next entry.
-    Deliver(E),
-    /// An attempt made its target the owner.
-    Committed {
-        attempt: Tag,
-    },
-    /// An attempt ended, and its source goes on.
-    AttemptEnded {
-        attempt: Tag,
-    },
-    /// Nobody runs it: choose a replica and say [`OwnershipInput::Force`], or end it.
-    Lost,
 }
 
 /// A request's register with its timers: from the first start until every replica has let go.
@@ -72,7 +56,7 @@ pub struct Ownership<E> {
     timing: Timing,
     repeat: Repeat,
     attempt_ends: Time,
-    outputs: VecDeque<OwnershipOutput<E>>,
+    outputs: VecDeque<RegisterOutput<E>>,
 }
 
 impl<E: Entry> Ownership<E> {
@@ -121,6 +105,7 @@ impl<E: Entry> Ownership<E> {
                 let lost = self.register.gone(place, &mut out);
                 out.extend(lost.then_some(RegisterOutput::Lost));
             }
+            OwnershipInput::Freed { place } => self.register.freed(place),
             OwnershipInput::End => self.register.end(&mut out),
             OwnershipInput::Timeout => {
                 if self.attempt_ends <= now {
@@ -134,7 +119,7 @@ impl<E: Entry> Ownership<E> {
         self.after(out, now);
     }
 
-    pub fn poll(&mut self) -> Option<OwnershipOutput<E>> {
+    pub fn poll(&mut self) -> Option<RegisterOutput<E>> {
         self.outputs.pop_front()
     }
 
@@ -145,11 +130,6 @@ impl<E: Entry> Ownership<E> {
     /// It has ended and every replica has let go, or has had the time in which it must by itself.
     pub fn is_quiescent(&self) -> bool {
         self.register.is_quiescent()
-    }
-
-    /// How long a replica that does not answer may still hold something after the end.
-    pub fn lingers(&self) -> Duration {
-        self.timing.free_after + self.timing.stop_after
     }
 
     fn is_owner(&self, place: Place) -> bool {
@@ -165,12 +145,6 @@ impl<E: Entry> Ownership<E> {
         if !waits || (sends && self.repeat.at() == Time::NEVER) {
             self.repeat.reset(waits, &self.timing, now);
         }
-        self.outputs.extend(out.into_iter().map(|output| match output {
-            RegisterOutput::ToSeat { to, message } => OwnershipOutput::ToSeat { to, message },
-            RegisterOutput::Deliver(entry) => OwnershipOutput::Deliver(entry),
-            RegisterOutput::Committed { attempt } => OwnershipOutput::Committed { attempt },
-            RegisterOutput::AttemptEnded { attempt } => OwnershipOutput::AttemptEnded { attempt },
-            RegisterOutput::Lost => OwnershipOutput::Lost,
-        }));
+        self.outputs.extend(out);
     }
 }

@@ -43,6 +43,7 @@ struct Closed {
     until: u32,
 }
 
+/// What a request's gateway must do.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum RegisterOutput<E> {
     ToSeat {
@@ -51,15 +52,22 @@ pub enum RegisterOutput<E> {
     },
     /// The client's next entry.
     Deliver(E),
-    /// The attempt made its target the owner; which has not started yet.
+    /// The owner has shown that it runs under this epoch.
+    Started {
+        owner: Place,
+        epoch: Tag,
+    },
+    /// The attempt made its target, `to`, the owner; which has not started yet.
     Committed {
         attempt: Tag,
+        from: Place,
+        to: Place,
     },
     /// The attempt ended and the source goes on.
     AttemptEnded {
         attempt: Tag,
     },
-    /// The owner has nothing of it any more: choose a place and call [`Register::force`].
+    /// Nobody runs it: choose a place and call [`Register::force`], or end it.
     Lost,
 }
 
@@ -202,6 +210,21 @@ impl<E: Entry> Register<E> {
         self.live.as_ref().is_some_and(|live| live.owner == place)
     }
 
+    /// A place was silent for so long that its leases have freed all that it held: it need not be stopped.
+    pub fn freed(&mut self, place: Place) {
+        self.stops.remove(&place);
+    }
+
+    /// Places that must stop something and have not said that they did.
+    pub fn stopping(&self) -> impl Iterator<Item = Place> {
+        self.stops.keys().copied()
+    }
+
+    /// Places that may hold something: the owner, targets, and all that ever were.
+    pub fn places(&self) -> &BTreeSet<Place> {
+        &self.places
+    }
+
     /// The owner is asked to go on, as when its connection is back.
     pub fn keep(&self) -> Option<RegisterOutput<E>> {
         let live = self.live.as_ref()?;
@@ -248,6 +271,7 @@ impl<E: Entry> Register<E> {
         if current && !live.started {
             live.started = true;
             let owner = live.owner;
+            out.push(RegisterOutput::Started { owner, epoch });
             self.stop_others(owner, epoch.before(), out);
         }
         let live = self.live.as_mut().expect("its caller looked");
@@ -277,7 +301,7 @@ impl<E: Entry> Register<E> {
                 live.epoch = attempt;
                 live.resumed = None;
                 live.started = false;
-                out.push(RegisterOutput::Committed { attempt });
+                out.push(RegisterOutput::Committed { attempt, from, to: open.target });
                 out.push(live.start());
             }
             _ if live.epoch == attempt => out.extend((!live.started).then(|| live.start())),

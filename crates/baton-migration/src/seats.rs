@@ -79,6 +79,10 @@ pub enum SeatsOutput<E> {
         tag: Tag,
         entries: u32,
     },
+    /// All that is held was told.
+    AllHeld {
+        gateway: GatewayName,
+    },
     ToGateway {
         request: RequestName,
         message: ToGateway<E>,
@@ -231,6 +235,7 @@ impl<E: Entry> Seats<E> {
             let (phase, tag, entries) = (holding.phase, holding.tag, holding.entries.len() as u32);
             Some(SeatsOutput::Holds { request: *request, phase, tag, entries })
         }));
+        self.outputs.push_back(SeatsOutput::AllHeld { gateway });
     }
 
     /// Sends heartbeats, and ends what leases do not cover any more.
@@ -400,7 +405,8 @@ mod tests {
     #[test]
     fn a_gateway_that_is_gone_is_sent_nothing_any_more() {
         let mut seats = seats();
-        let mut heartbeats = 0;
+        // Its first heartbeat, and that all was told.
+        let mut heartbeats = outputs(&mut seats).len() - 1;
         while seats.poll_timeout() < Time::NEVER {
             let now = seats.poll_timeout();
             assert!(now < seconds(31), "it is remembered for two leases");

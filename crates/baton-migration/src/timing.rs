@@ -38,6 +38,14 @@ impl Default for Timing {
     }
 }
 
+impl Timing {
+    /// A replica that was heard of last so long ago holds nothing any more of what it was told before: its leases, which count from when it
+    /// sent, have ended. Longer than `free_after` by more than a connection takes to be made, since that begins a lease too.
+    pub fn lingers(&self) -> Duration {
+        self.free_after + self.stop_after
+    }
+}
+
 /// When something unanswered is sent again.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Repeat {

@@ -71,9 +71,27 @@ impl Watch {
         trusted
     }
 
-    /// The control connection is gone for good.
-    pub fn disconnected(&mut self) {
-        self.suspicion = Some(Suspicion::Disconnected);
+    /// The control connection is there again. True when the replica was suspected for its silence until now; one that stands is trusted when
+    /// it steps.
+    pub fn connected(&mut self, now: Time) -> bool {
+        self.heard = now;
+        if matches!(self.suspicion, Some(Suspicion::Stands(..))) {
+            return false;
+        }
+        self.moved = now;
+        self.suspicion.take().is_some()
+    }
+
+    /// The control connection is gone, and could not be made again at once. True when the replica was trusted until now.
+    pub fn disconnected(&mut self) -> bool {
+        let trusted = self.suspicion.is_none();
+        self.suspicion.get_or_insert(Suspicion::Disconnected);
+        trusted
+    }
+
+    /// When a heartbeat, or the connection, came last.
+    pub fn heard(&self) -> Time {
+        self.heard
     }
 
     /// Suspects the replica if it is time; true when it was trusted until now. Call at [`Self::poll_timeout`].

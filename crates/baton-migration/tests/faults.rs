@@ -17,8 +17,8 @@ use std::{
 };
 
 use baton_migration::{
-    Beat, Entry, GatewayName, Ownership, OwnershipInput, OwnershipOutput, Phase, Place, RequestName, Seats, SeatsInput, SeatsOutput, Tag,
-    Timing, ToGateway, ToPeer, ToSeat, Watch, Work,
+    Beat, Entry, GatewayName, Owners, OwnersInput, OwnersOutput, Phase, Place, RequestName, Seats, SeatsInput, SeatsOutput, Tag, Timing,
+    ToGateway, ToPeer, ToSeat, Work,
 };
 use baton_units::{Incarnation, ReplicaId, Time};
 
@@ -71,9 +71,10 @@ fn mixed(parts: impl Hash) -> u64 {
 
 #[derive(Debug, Clone)]
 enum Message {
-    Heartbeat { sequence: u64, beat: Beat },
+    Heartbeat { beat: Beat },
     Lease { sequence: u64 },
     Holds { request: RequestName, phase: Phase, tag: Tag },
+    AllHeld,
     Up { request: RequestName, message: ToGateway<Value> },
     Down { request: RequestName, message: ToSeat<Value> },
     Across { request: RequestName, from: Place, message: ToPeer<Value> },
@@ -112,12 +113,12 @@ struct Replica {
 }
 
 struct Request {
-    ownership: Ownership<Value>,
     delivered: Vec<Value>,
     length: usize,
     gone: bool,
     /// Nobody could be told to run it yet.
     waits_for_place: bool,
+    forgotten: bool,
 }
 
 struct World {
@@ -132,7 +133,9 @@ struct World {
     loss: f64,
     gateway: GatewayName,
     gateway_dead: bool,
-    watches: Vec<Watch>,
+    owners: Owners<Value>,
+    /// When the gateway looks at its timers next.
+    gateway_timer: Time,
     requests: BTreeMap<u64, Request>,
     faultless: bool,
     commits: u64,
@@ -158,7 +161,8 @@ impl World {
             loss,
             gateway,
             gateway_dead: false,
-            watches: Vec::new(),
+            owners: Owners::new(timing()),
+            gateway_timer: Time::NEVER,
             requests: BTreeMap::new(),
             faultless,
             commits: 0,
@@ -168,7 +172,7 @@ impl World {
         for replica in 0..REPLICAS {
             let place = Place { replica: ReplicaId(replica as u32), incarnation: Incarnation(1) };
             world.replicas.push(Replica { seats: Seats::new(place, timing()), halted_until: Time::ZERO, steps: 0 });
-            world.watches.push(Watch::new(&timing(), Time::ZERO));
+            world.owners.handle(OwnersInput::Connected { place }, Time::ZERO);
             world.replicas[replica].seats.handle(SeatsInput::Attached { gateway }, Time::ZERO);
             world.after_replica(replica);
             world.at(STEP, Event::EngineStep(replica));
@@ -177,10 +181,9 @@ impl World {
             let owner = world.rng.usize(..REPLICAS);
             let owner = world.place(owner);
             let length = world.rng.usize(2..70);
-            let ownership = Ownership::new(owner, timing(), Time::ZERO);
-            let request = Request { ownership, delivered: Vec::new(), length, gone: false, waits_for_place: false };
+            let request = Request { delivered: Vec::new(), length, gone: false, waits_for_place: false, forgotten: false };
             world.requests.insert(number, request);
-            world.after_request(number);
+            world.tell(OwnersInput::Start { sequence: number, owner }).expect("nothing was delivered yet");
         }
         for _ in 0..world.rng.u32(0..10) {
             let at = world.within(FAULTS_UNTIL);
@@ -202,7 +205,6 @@ impl World {
             }
             world.at(FAULTS_UNTIL + Duration::from_secs(3), Event::Heal);
         }
-        world.at(Duration::ZERO, Event::GatewayTimer);
         world
     }
 
@@ -228,17 +230,13 @@ impl World {
                     .map(move |request| format!("{} holds {request}: {:?}", seats.place(), seats.seat(request).expect("it holds it")))
             })
             .collect();
-        let open: Vec<String> = self
-            .requests
-            .iter()
-            .filter(|(_, request)| !request.ownership.is_quiescent())
-            .map(|(number, request)| format!("request {number}: {:?}", request.ownership))
-            .collect();
+        let open: Vec<String> =
+            self.requests.keys().filter_map(|number| Some(format!("request {number}: {:?}", self.owners.ownership(*number)?))).collect();
         Err(format!("not over after {OVER_AT:?}\n{}\n{}", held.join("\n"), open.join("\n")))
     }
 
     fn is_over(&self) -> bool {
-        let requests = self.gateway_dead || self.requests.values().all(|request| request.ownership.is_quiescent());
+        let requests = self.gateway_dead || self.owners.is_quiescent();
         requests && self.replicas.iter().all(|replica| replica.seats.holdings().next().is_none())
     }
 
@@ -289,7 +287,9 @@ impl World {
                     Message::Lease { sequence } => SeatsInput::Leased { gateway: self.gateway, sequence },
                     Message::Down { request, message } => SeatsInput::FromGateway { request, message },
                     Message::Across { request, from, message } => SeatsInput::FromPeer { request, from, message },
-                    Message::Heartbeat { .. } | Message::Holds { .. } | Message::Up { .. } => unreachable!("for the gateway"),
+                    Message::Heartbeat { .. } | Message::Holds { .. } | Message::AllHeld | Message::Up { .. } => {
+                        unreachable!("for the gateway")
+                    }
                 };
                 self.replicas[replica].seats.handle(input, self.now);
                 self.after_replica(replica);
@@ -322,10 +322,8 @@ impl World {
                 let numbers: Vec<u64> = self.requests.keys().copied().collect();
                 let number = numbers[self.rng.usize(..numbers.len())];
                 let target = self.rng.usize(..REPLICAS);
-                if self.watches[target].suspicion().is_none() && !self.gateway_dead {
-                    let target = self.place(target);
-                    self.tell(number, OwnershipInput::Move { target })?;
-                }
+                let target = self.place(target);
+                self.tell(OwnersInput::Move { sequence: number, target })?;
             }
             Event::Crash(replica) => {
                 let place = self.place(replica);
@@ -340,7 +338,7 @@ impl World {
                 let number = *self.requests.keys().next().expect("there is one");
                 if !self.gateway_dead {
                     self.requests.get_mut(&number).expect("it is there").gone = true;
-                    self.tell(number, OwnershipInput::End)?;
+                    self.tell(OwnersInput::End { sequence: number })?;
                 }
             }
             Event::GatewayDies => self.gateway_dead = true,
@@ -391,11 +389,12 @@ impl World {
                 SeatsOutput::Heartbeat { sequence, .. } => {
                     let requests = self.replicas[replica].seats.holdings().count() as u32;
                     let beat = Beat { sequence, steps: self.replicas[replica].steps, step_predicted: STEP, requests };
-                    self.send(replica, REPLICAS, &to_gateway(Message::Heartbeat { sequence, beat }));
+                    self.send(replica, REPLICAS, &to_gateway(Message::Heartbeat { beat }));
                 }
                 SeatsOutput::Holds { request, phase, tag, .. } => {
                     self.send(replica, REPLICAS, &to_gateway(Message::Holds { request, phase, tag }));
                 }
+                SeatsOutput::AllHeld { .. } => self.send(replica, REPLICAS, &to_gateway(Message::AllHeld)),
                 SeatsOutput::ToGateway { request, message } => self.send(replica, REPLICAS, &to_gateway(Message::Up { request, message })),
                 SeatsOutput::ToPeer { request, to, message } => {
                     self.send(replica, to.replica.index(), &Event::AtReplica(to, Message::Across { request, from, message }));
@@ -413,24 +412,14 @@ impl World {
     }
 
     fn at_gateway(&mut self, from: Place, message: Message) -> Result<(), String> {
-        let replica = from.replica.index();
-        // A connection carries one life of a replica.
-        if self.gateway_dead {
-            return Ok(());
-        }
-        match message {
-            Message::Heartbeat { sequence, beat } => {
-                if from == self.place(replica) {
-                    self.watches[replica].beat(beat, self.now);
-                    self.send(REPLICAS, replica, &Event::AtReplica(from, Message::Lease { sequence }));
-                    return self.place_waiting();
-                }
-            }
-            Message::Holds { request, phase, tag } => return self.tell(request.sequence, OwnershipInput::Holds { from, phase, tag }),
-            Message::Up { request, message } => return self.tell(request.sequence, OwnershipInput::FromSeat { from, message }),
+        let input = match message {
+            Message::Heartbeat { beat } => OwnersInput::Beat { place: from, beat },
+            Message::Holds { request, phase, tag } => OwnersInput::Holds { sequence: request.sequence, from, phase, tag },
+            Message::AllHeld => OwnersInput::AllHeld { place: from },
+            Message::Up { request, message } => OwnersInput::FromSeat { sequence: request.sequence, from, message },
             Message::Lease { .. } | Message::Down { .. } | Message::Across { .. } => unreachable!("for a replica"),
-        }
-        Ok(())
+        };
+        self.tell(input)
     }
 
     fn attach(&mut self, replica: usize) -> Result<(), String> {
@@ -438,70 +427,101 @@ impl World {
             return Ok(());
         }
         if !self.reaches(replica, REPLICAS) || self.replicas[replica].halted_until > self.now {
+            if self.rng.bool() {
+                let place = self.place(replica);
+                self.tell(OwnersInput::Disconnected { place })?;
+            }
             self.at(Duration::from_millis(100), Event::Attach(replica));
             return Ok(());
         }
         let place = self.place(replica);
-        self.watches[replica] = Watch::new(&timing(), self.now);
         self.replicas[replica].seats.handle(SeatsInput::Attached { gateway: self.gateway }, self.now);
         self.after_replica(replica);
-        for number in self.requests.keys().copied().collect::<Vec<_>>() {
-            for incarnation in 1..place.incarnation.0 {
-                self.tell(number, OwnershipInput::Gone { place: Place { incarnation: Incarnation(incarnation), ..place } })?;
-            }
-            self.tell(number, OwnershipInput::Attached { place })?;
-        }
-        self.place_waiting()
+        self.tell(OwnersInput::Connected { place })
     }
 
     fn gateway_timer(&mut self) -> Result<(), String> {
+        if self.gateway_timer > self.now {
+            return Ok(());
+        }
+        self.gateway_timer = Time::NEVER;
+        if self.owners.poll_timeout() <= self.now { self.tell(OwnersInput::Timeout) } else { self.tell_nothing() }
+    }
+
+    /// What the gateway hears, and does at once: a lost request goes on at any trusted replica, and a client takes what is delivered.
+    fn tell(&mut self, input: OwnersInput<Value>) -> Result<(), String> {
         if self.gateway_dead {
             return Ok(());
         }
-        for replica in 0..REPLICAS {
-            if self.watches[replica].look(self.now) {
-                let place = self.place(replica);
-                for number in self.requests.keys().copied().collect::<Vec<_>>() {
-                    self.tell(number, OwnershipInput::Suspected { place })?;
+        self.owners.handle(input, self.now);
+        self.tell_nothing()
+    }
+
+    fn tell_nothing(&mut self) -> Result<(), String> {
+        loop {
+            while let Some(output) = self.owners.poll() {
+                self.perform(output)?;
+            }
+            if !self.place_a_lost_one() {
+                break;
+            }
+        }
+        let due = self.owners.poll_timeout();
+        if due < self.gateway_timer {
+            self.gateway_timer = due;
+            self.at_time(due, Event::GatewayTimer);
+        }
+        Ok(())
+    }
+
+    fn place_a_lost_one(&mut self) -> bool {
+        let trusted: Vec<Place> =
+            (0..REPLICAS).map(|replica| self.place(replica)).filter(|place| !self.owners.is_suspected(*place)).collect();
+        let Some((&sequence, request)) = self.requests.iter_mut().find(|(_, request)| request.waits_for_place) else { return false };
+        if trusted.is_empty() {
+            return false;
+        }
+        request.waits_for_place = false;
+        self.forced += 1;
+        let owner = trusted[self.rng.usize(..trusted.len())];
+        self.owners.handle(OwnersInput::Force { sequence, owner }, self.now);
+        true
+    }
+
+    fn perform(&mut self, output: OwnersOutput<Value>) -> Result<(), String> {
+        match output {
+            OwnersOutput::ToSeat { sequence, to, message } => {
+                let request = RequestName { gateway: self.gateway, sequence };
+                self.send(REPLICAS, to.replica.index(), &Event::AtReplica(to, Message::Down { request, message }));
+            }
+            OwnersOutput::Lease { to, sequence } => {
+                self.send(REPLICAS, to.replica.index(), &Event::AtReplica(to, Message::Lease { sequence }));
+            }
+            OwnersOutput::Deliver { sequence, entry } => {
+                let request = self.requests.get_mut(&sequence).expect("it is there");
+                request.delivered.push(entry);
+                let next = request.delivered.len() as u32;
+                self.look_at(sequence)?;
+                self.owners.handle(OwnersInput::Taken { sequence, next }, self.now);
+            }
+            OwnersOutput::Lost { sequence, .. } => self.requests.get_mut(&sequence).expect("it is there").waits_for_place = true,
+            OwnersOutput::Committed { .. } => self.commits += 1,
+            OwnersOutput::Forgotten { sequence } => {
+                let request = self.requests.get_mut(&sequence).expect("it is there");
+                if std::mem::replace(&mut request.forgotten, true) {
+                    return Err(format!("request {sequence} was forgotten twice"));
+                }
+                let finished = request.delivered.last().is_some_and(Entry::is_finish);
+                if !finished && !request.gone {
+                    return Err(format!("request {sequence} ended without its finish"));
                 }
             }
-        }
-        for number in self.requests.keys().copied().collect::<Vec<_>>() {
-            if self.requests[&number].ownership.poll_timeout() <= self.now {
-                self.tell(number, OwnershipInput::Timeout)?;
-            }
-        }
-        self.place_waiting()?;
-        self.at(Duration::from_millis(10), Event::GatewayTimer);
-        Ok(())
-    }
-
-    fn place_waiting(&mut self) -> Result<(), String> {
-        for number in self.requests.keys().copied().collect::<Vec<_>>() {
-            if std::mem::take(&mut self.requests.get_mut(&number).expect("it is there").waits_for_place) {
-                self.run_elsewhere(number)?;
-            }
+            OwnersOutput::Started { .. }
+            | OwnersOutput::AttemptEnded { .. }
+            | OwnersOutput::Suspected { .. }
+            | OwnersOutput::Trusted { .. } => {}
         }
         Ok(())
-    }
-
-    fn run_elsewhere(&mut self, number: u64) -> Result<(), String> {
-        let trusted: Vec<usize> = (0..REPLICAS).filter(|replica| self.watches[*replica].suspicion().is_none()).collect();
-        if trusted.is_empty() {
-            self.requests.get_mut(&number).expect("it is there").waits_for_place = true;
-            return Ok(());
-        }
-        let chosen = trusted[self.rng.usize(..trusted.len())];
-        let owner = self.place(chosen);
-        self.forced += 1;
-        self.tell(number, OwnershipInput::Force { owner })
-    }
-
-    fn tell(&mut self, number: u64, input: OwnershipInput<Value>) -> Result<(), String> {
-        let now = self.now;
-        self.requests.get_mut(&number).expect("it is there").ownership.handle(input, now);
-        self.after_request(number);
-        self.look_at(number)
     }
 
     fn look_at(&self, number: u64) -> Result<(), String> {
@@ -515,40 +535,11 @@ impl World {
         if finished && request.delivered.len() != request.length {
             return Err(format!("request {number}: {} entries of {}", request.delivered.len(), request.length));
         }
-        if request.ownership.register().has_ended() && !finished && !request.gone {
-            return Err(format!("request {number} ended without its finish"));
-        }
         Ok(())
     }
 
-    fn after_request(&mut self, number: u64) {
-        let name = RequestName { gateway: self.gateway, sequence: number };
-        while let Some(output) = self.requests.get_mut(&number).expect("it is there").ownership.poll() {
-            match output {
-                OwnershipOutput::ToSeat { to, message } => {
-                    let event = Event::AtReplica(to, Message::Down { request: name, message });
-                    self.send(REPLICAS, to.replica.index(), &event);
-                }
-                OwnershipOutput::Deliver(entry) => {
-                    let request = self.requests.get_mut(&number).expect("it is there");
-                    request.delivered.push(entry);
-                    let (owner, next) = (request.ownership.register().owner(), request.delivered.len() as u32);
-                    if let Some((to, epoch)) = owner {
-                        let event = Event::AtReplica(to, Message::Down { request: name, message: ToSeat::Ack { epoch, next } });
-                        self.send(REPLICAS, to.replica.index(), &event);
-                    }
-                }
-                OwnershipOutput::Lost => self.requests.get_mut(&number).expect("it is there").waits_for_place = true,
-                OwnershipOutput::Committed { .. } => {
-                    self.commits += 1;
-                }
-                OwnershipOutput::AttemptEnded { .. } => {}
-            }
-        }
-    }
-
     fn look_at_runners(&self) -> Result<(), String> {
-        for (number, request) in &self.requests {
+        for number in self.requests.keys() {
             let name = RequestName { gateway: self.gateway, sequence: *number };
             let computing: Vec<Tag> = self
                 .replicas
@@ -556,7 +547,11 @@ impl World {
                 .filter_map(|replica| replica.seats.seat(name).filter(|seat| seat.is_computing())?.holding())
                 .map(|holding| holding.tag)
                 .collect();
-            let current = request.ownership.register().owner().map(|(_, epoch)| epoch);
+            let owner = self.owners.ownership(*number).and_then(|ownership| ownership.register().owner());
+            if owner.is_some_and(|(owner, _)| !self.owners.requests_on(owner).any(|on| on == *number)) {
+                return Err(format!("request {number} is not listed at its owner"));
+            }
+            let current = owner.map(|(_, epoch)| epoch);
             if computing.iter().filter(|tag| Some(**tag) == current).count() > 1 || (self.faultless && computing.len() > 1) {
                 return Err(format!("request {number}: computed under {computing:?} at once, current is {current:?}"));
             }

@@ -161,6 +161,7 @@ mod tests {
             logprob: None,
             top: Vec::new(),
             cached_tokens: Tokens(0),
+            first_scheduled: None,
             finish: finish.map(|reason| Finish { reason, record }),
         }
     }

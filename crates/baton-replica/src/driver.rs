@@ -145,6 +145,16 @@ impl EngineHandle {
         self.send(Command::Move(command))
     }
 
+    /// Model time.
+    pub(crate) fn now(&self) -> Time {
+        self.clock.now()
+    }
+
+    /// A span of model time in real time.
+    pub(crate) fn real(&self, span: Duration) -> Duration {
+        self.clock.real(span)
+    }
+
     /// How long the engine thinks that the running step takes, in real time; zero while none runs.
     pub(crate) fn step_predicted(&self) -> Duration {
         Duration::from_micros(self.shared.step_predicted_us.load(Ordering::Relaxed))

@@ -4,7 +4,6 @@
 //! request that leaves is taken to its target by [`kv_source`], and one that comes is taken in by [`kv_target`].
 
 mod actor;
-mod connection;
 mod control;
 mod kv_source;
 mod kv_target;
@@ -18,8 +17,9 @@ use std::{
 };
 
 use baton_engine::Numerics;
+use baton_link::Identity;
 use baton_migration::Place;
-use baton_units::{BlockSize, Incarnation, ReplicaId};
+use baton_units::{Incarnation, ReplicaId};
 use baton_wire::{
     migration::handshake::{Freeze, Hello, Role, VERSION},
     replica::MigrationSource,
@@ -36,7 +36,6 @@ use crate::{
     driver::{EngineHandle, MoveEvent},
 };
 use actor::Actor;
-use connection::Identity;
 
 /// Inputs on their way to the actor; who brings more waits.
 const QUEUED_INPUTS: usize = 1024;
@@ -123,8 +122,7 @@ impl Migration {
             kv_address: Some(kv_address.clone()),
             nonce: [0; 32],
         };
-        let block_size = numerics.kv.as_ref().map_or(BlockSize::DEFAULT, |layout| layout.block_size);
-        let identity = Arc::new(Identity { hello, fleet_key: config.fleet_key.clone().map(Arc::new), block_size });
+        let identity = Arc::new(Identity { hello, fleet_key: config.fleet_key.clone().map(Arc::new) });
         let (inputs, receiver) = mpsc::channel(QUEUED_INPUTS);
         let (holdings_sender, holdings) = watch::channel(0);
         let mut tasks = JoinSet::new();

@@ -13,11 +13,11 @@ use anyhow::{Context, Result};
 use baton_cost::{Device, ModelShape, StepCoefficients};
 use baton_engine::{EngineConfig, Executor, Order, Timed, TokenBudget, TokenSource};
 use baton_gguf::Header;
+use baton_link::read_fleet_key;
 use baton_model::{CpuConfig, CpuExecutor};
 use baton_replica::{MigrationConfig, Pace, ReplicaConfig};
 use baton_text::Tokenizer;
 use baton_units::{BlockSize, Blocks, Tokens};
-use baton_wire::migration::handshake::FleetKey;
 use clap::{Args, ValueEnum};
 use tokio::{net::TcpListener, sync::oneshot};
 
@@ -169,20 +169,11 @@ async fn serve(parts: Parts, listener: std::net::TcpListener, parent_gone: Optio
 
 fn migration(args: &ReplicaArgs) -> Result<Option<MigrationConfig>> {
     let Some(control_port) = args.migration_port else { return Ok(None) };
-    let fleet_key = args.fleet_key_file.as_deref().map(read_fleet_key).transpose()?;
+    let fleet_key = args.fleet_key_file.as_deref().map(read_fleet_key).transpose().map_err(|error| BadInput(error.to_string()))?;
     let (host, kv_port) = (args.migration_host, args.migration_kv_port);
     let migration = MigrationConfig { host, control_port, kv_port, fleet_key, ..MigrationConfig::default() };
     migration.check().map_err(|error| BadInput(error.to_string()))?;
     Ok(Some(migration))
-}
-
-/// Blanks around the key do not count, so that an editor's last newline makes no other key.
-fn read_fleet_key(path: &Path) -> Result<FleetKey, BadInput> {
-    let bytes = std::fs::read(path).map_err(|error| BadInput(format!("cannot read the fleet key in {}: {error}", path.display())))?;
-    match bytes.trim_ascii() {
-        [] => Err(BadInput(format!("the fleet key in {} is empty", path.display()))),
-        key => Ok(FleetKey::new(key)),
-    }
 }
 
 fn cpu(args: &ReplicaArgs) -> Result<Parts> {

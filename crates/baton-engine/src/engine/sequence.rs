@@ -149,6 +149,7 @@ impl Sequence {
             logprob: sampled.logprob,
             top: sampled.top,
             cached_tokens: Tokens(self.cached.unwrap_or(0)),
+            first_scheduled: self.first_scheduled,
             finish,
         }
     }

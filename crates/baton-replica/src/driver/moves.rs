@@ -85,7 +85,11 @@ pub(crate) enum MoveEvent {
         run: RequestId,
         why: MoveRefusal,
     },
-    Frozen(RequestId),
+    /// Out of the batch since then.
+    Frozen {
+        run: RequestId,
+        at: Time,
+    },
 }
 
 /// The engine thread's part of the migration protocol.
@@ -142,7 +146,7 @@ impl Moves {
             MoveCommand::Hold(run) => drop(self.hold(run, bench)),
             MoveCommand::Freeze(run) => {
                 if self.hold(run, bench) {
-                    self.tell(MoveEvent::Frozen(run));
+                    self.tell(MoveEvent::Frozen { run, at: bench.now });
                 }
             }
             MoveCommand::Go(run) => {

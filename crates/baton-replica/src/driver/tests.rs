@@ -173,7 +173,7 @@ fn a_run_moves_in_the_middle_of_its_prefill_with_the_kv_that_it_has() {
     let slice = ask(driver, commands, |answer| MoveCommand::Read(id, 0..9, answer)).unwrap();
     assert_eq!((slice.blocks.len(), slice.progress.computed), (2, Tokens(40)), "the third block is not full");
     obey(driver, commands, MoveCommand::Freeze(id));
-    assert!(matches!(told.try_recv(), Ok(MoveEvent::Frozen(run)) if run == id));
+    assert!(matches!(told.try_recv(), Ok(MoveEvent::Frozen { run, .. }) if run == id));
     assert!(!driver.step(), "nothing else runs");
     let exported = ask(driver, commands, |answer| MoveCommand::Export(id, answer)).unwrap();
     let last = ask(driver, commands, |answer| MoveCommand::Read(id, 2..3, answer)).unwrap();

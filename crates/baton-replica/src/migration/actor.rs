@@ -7,18 +7,19 @@ use std::{
 };
 
 use baton_engine::{Output, SequenceState};
+use baton_link::Identity;
 use baton_migration::{
-    Entry, GatewayName, Kv, Phase, Place, RequestName, Seats, SeatsInput, SeatsOutput, Tag, Timing, ToPeer, ToSeat, Work,
+    Entry, GatewayName, Holding, Kv, Phase, Place, RequestName, Seats, SeatsInput, SeatsOutput, Tag, Timing, ToGateway, ToPeer, ToSeat,
+    Work,
 };
-use baton_units::{RequestId, Time};
-use baton_wire::migration::{ControlFrame, Heartbeat, MoveTo, OutputEntry, Refusal, RunRequest};
+use baton_units::{RequestId, Time, Tokens};
+use baton_wire::migration::{ControlFrame, Copied, Heartbeat, MoveTo, OutputEntry, Refusal, RunRequest};
 use tokio::{
     sync::{mpsc, oneshot, watch},
     task::AbortHandle,
 };
 
 use super::{
-    connection::Identity,
     control::ConnectionId,
     kv_source::{Frozen, KvSource},
     kv_target::{Opening, TargetOrder},
@@ -31,6 +32,8 @@ use crate::driver::{EngineHandle, MoveCommand, MoveEvent, Room};
 const CREDIT: u32 = 256;
 /// Announced attempts; beyond these a gateway's oldest request is not expected any more, and its source is refused.
 const EXPECTED_MAX: usize = 4096;
+/// Bytes of a reason that is told to a gateway, at most.
+const WHY_MAX: usize = 256;
 
 /// What a connection or a copy tells the actor.
 pub(super) enum Input {
@@ -67,14 +70,24 @@ pub(super) enum Input {
 }
 
 /// Of the copy of a request that leaves.
-#[derive(Clone, Copy)]
 pub(super) enum FromSource {
     /// Little is left, and the request should stand still for it.
     Ready,
     Prepared {
         entries: u32,
+        sent: Sent,
     },
-    Failed,
+    Failed {
+        why: String,
+    },
+}
+
+/// What the copy took.
+#[derive(Clone, Copy)]
+pub(super) struct Sent {
+    pub(super) bytes: u64,
+    pub(super) held: u32,
+    pub(super) rounds: u32,
 }
 
 /// Of a request that comes.
@@ -92,8 +105,6 @@ pub(super) enum FromTarget {
 pub(super) struct Actor {
     seats: Seats<OutputEntry>,
     clock: LeaseClock,
-    /// A gateway that answered nothing for so long is told all that is held when it does.
-    stop_after: Duration,
     identity: Arc<Identity>,
     engine: EngineHandle,
     /// For copies to tell it by.
@@ -107,8 +118,6 @@ pub(super) struct Actor {
     arriving: Option<(RequestName, Tag)>,
     /// Whose engine's part may differ from what the seat wants.
     unsettled: BTreeSet<RequestName>,
-    /// Gateways that are to be told that all holdings were told.
-    all_held: BTreeSet<GatewayName>,
     holdings: watch::Sender<usize>,
 }
 
@@ -116,7 +125,6 @@ struct Gateway {
     name: GatewayName,
     connection: ConnectionId,
     frames: mpsc::Sender<ControlFrame>,
-    answered: Time,
 }
 
 struct Expected {
@@ -136,11 +144,15 @@ struct Here {
     /// Where it was last told to move.
     move_to: Option<(Tag, MoveTo)>,
     copy: Option<Copy>,
+    /// Why the attempt that ends now does, or the request cannot be run.
+    why: Option<String>,
 }
 
 /// The engine's part of a request.
 struct Run {
     id: RequestId,
+    /// When it was to start, of one whose prompt is computed here, until its gateway was told when it did. Model time.
+    heard: Option<Time>,
     /// As the engine was told last.
     held: bool,
     /// Too much is not acknowledged.
@@ -156,8 +168,8 @@ struct Arrival {
     source: Place,
     room: Room,
     orders: mpsc::UnboundedSender<TargetOrder>,
-    /// When all is here.
-    state: Option<SequenceState>,
+    /// When all is here, and since when. Model time.
+    state: Option<(SequenceState, Time)>,
 }
 
 struct Copy {
@@ -166,6 +178,8 @@ struct Copy {
     task: AbortHandle,
     /// Told when the request stands still.
     frozen: Option<oneshot::Sender<Frozen>>,
+    /// Since when it does. Model time.
+    frozen_at: Option<Time>,
     /// The request was taken out of the batch for it.
     freezing: bool,
 }
@@ -188,7 +202,6 @@ impl Actor {
         Self {
             seats: Seats::new(place, timing),
             clock: LeaseClock::start(),
-            stop_after: timing.stop_after,
             identity,
             engine,
             inputs,
@@ -198,7 +211,6 @@ impl Actor {
             expected: BTreeMap::new(),
             arriving: None,
             unsettled: BTreeSet::new(),
-            all_held: BTreeSet::new(),
             holdings,
         }
     }
@@ -224,9 +236,7 @@ impl Actor {
             Input::Attached { gateway, connection, frames } => {
                 tracing::info!(gateway = gateway.id, "a gateway attached");
                 self.expected.retain(|name, _| name.gateway.id != gateway.id || name.gateway == gateway);
-                let answered = self.clock.now();
-                self.gateways.insert(gateway.id, Gateway { name: gateway, connection, frames, answered });
-                self.all_held.insert(gateway);
+                self.gateways.insert(gateway.id, Gateway { name: gateway, connection, frames });
                 self.feed(SeatsInput::Attached { gateway });
             }
             Input::Detached { gateway, connection } => {
@@ -254,16 +264,8 @@ impl Actor {
 
     fn frame(&mut self, gateway: GatewayName, frame: ControlFrame) {
         match frame {
-            ControlFrame::Lease { sequence } => {
-                let now = self.clock.now();
-                let attached = self.gateways.get_mut(&gateway.id).expect("the frame came from it");
-                if now.since(attached.answered) > self.stop_after {
-                    self.all_held.insert(gateway);
-                }
-                attached.answered = now;
-                self.feed(SeatsInput::Leased { gateway, sequence });
-            }
-            ControlFrame::Expect { request, attempt, source, bytes: _, nonce } if request.gateway == gateway => {
+            ControlFrame::Lease { sequence } => self.feed(SeatsInput::Leased { gateway, sequence }),
+            ControlFrame::Expect { request, attempt, source, nonce } if request.gateway == gateway => {
                 if self.expected.len() >= EXPECTED_MAX {
                     self.expected.pop_first();
                 }
@@ -273,7 +275,12 @@ impl Actor {
             ControlFrame::Expect { .. } | ControlFrame::ToSeat { .. } => {
                 tracing::warn!(gateway = gateway.id, "a gateway spoke of another one's request; it is not heard");
             }
-            ControlFrame::Heartbeat(_) | ControlFrame::Holds { .. } | ControlFrame::AllHeld | ControlFrame::ToGateway { .. } => {
+            ControlFrame::Heartbeat(_)
+            | ControlFrame::Holds { .. }
+            | ControlFrame::AllHeld
+            | ControlFrame::ToGateway { .. }
+            | ControlFrame::Scheduled { .. }
+            | ControlFrame::Moved { .. } => {
                 tracing::warn!(gateway = gateway.id, "a gateway sent a frame that only replicas send; it is not heard");
             }
         }
@@ -311,19 +318,31 @@ impl Actor {
             MoveEvent::Refused { run, why } => {
                 if let Some(&request) = self.runs.get(&run) {
                     tracing::warn!(%request, %why, "the engine does not run a request");
-                    self.give_up(request);
+                    self.give_up(request, &why.to_string());
                 }
             }
-            MoveEvent::Frozen(run) => self.stands_still(run),
+            MoveEvent::Frozen { run, at } => self.stands_still(run, at),
         }
         self.settle_all();
     }
 
     fn computed(&mut self, output: Output) {
-        let Some(run) = self.run_of(output.request) else { return };
+        let id = output.request;
+        let Some(run) = self.run_of(id) else { return };
         let (index, reason) = (output.index, output.finish.as_ref().map(|finish| finish.reason));
+        let scheduled = run.heard.take().zip(output.first_scheduled).map(|(heard, first)| (first.since(heard), output.cached_tokens));
         run.computed.push_back((index, travel::token_entry(output)));
         run.computed.extend(reason.map(|reason| (index + 1, travel::finish_entry(reason))));
+        if let Some((waited, cached)) = scheduled {
+            self.tell_scheduled(self.runs[&id], cached, waited);
+        }
+    }
+
+    /// `waited` is model time.
+    fn tell_scheduled(&mut self, request: RequestName, cached: Tokens, waited: Duration) {
+        let Some(holding) = self.seats.seat(request).and_then(|seat| seat.holding()) else { return };
+        let waited_us = travel::micros(self.engine.real(waited));
+        self.send(request.gateway, ControlFrame::Scheduled { request, epoch: holding.tag, cached: cached.0, waited_us });
     }
 
     /// The engine's part of a request, which changes: `None` when it is of an older run.
@@ -333,15 +352,14 @@ impl Actor {
         self.requests.get_mut(&request)?.run.as_mut().filter(|current| current.id == run)
     }
 
-    fn stands_still(&mut self, run: RequestId) {
+    fn stands_still(&mut self, run: RequestId, at: Time) {
         let Some(&request) = self.runs.get(&run) else { return };
         self.unsettled.insert(request);
         // What was computed before has been told before; the seat may not have taken it.
         self.settle(request);
-        let Some(here) = self.requests.get(&request) else { return };
-        if !here.copy.as_ref().is_some_and(|copy| copy.freezing) {
-            return;
-        }
+        let Some(here) = self.requests.get_mut(&request) else { return };
+        let Some(copy) = here.copy.as_mut().filter(|copy| copy.freezing) else { return };
+        copy.frozen_at = Some(at);
         let whole = here.run.as_ref().is_some_and(|run| run.computed.is_empty());
         self.feed(if whole { SeatsInput::Frozen { request } } else { SeatsInput::CopyFailed { request } });
     }
@@ -358,18 +376,35 @@ impl Actor {
                     self.order(freeze);
                 }
             }
-            FromSource::Prepared { entries } => {
-                let from = copy.target;
+            FromSource::Prepared { entries, sent } => {
+                let (from, frozen_at) = (copy.target, copy.frozen_at);
                 if let Some(run) = &mut here.run {
                     run.left = true;
                 }
                 self.feed(SeatsInput::FromPeer { request, from, message: ToPeer::Prepared { attempt, entries } });
+                self.tell_moved(request, attempt, sent, frozen_at);
             }
-            FromSource::Failed => {
+            FromSource::Failed { why } => {
                 copy.frozen = None;
+                here.why = Some(why);
                 self.feed(SeatsInput::CopyFailed { request });
+                if let Some(here) = self.requests.get_mut(&request) {
+                    here.why = None;
+                }
             }
         }
+    }
+
+    /// Where the gateway was asked to commit.
+    fn tell_moved(&mut self, request: RequestName, attempt: Tag, sent: Sent, frozen_at: Option<Time>) {
+        let holding = self.seats.seat(request).and_then(|seat| seat.holding());
+        if !holding.is_some_and(|holding| holding.phase == Phase::Asking && holding.attempt == attempt) {
+            return;
+        }
+        let gap = frozen_at.map_or(Duration::ZERO, |at| self.engine.real(self.engine.now().since(at)));
+        let Sent { bytes, held, rounds } = sent;
+        let copied = Copied { bytes, held, rounds, gap_us: travel::micros(gap) };
+        self.send(request.gateway, ControlFrame::Moved { request, attempt, copied });
     }
 
     /// Only what its gateway announced, one at a time.
@@ -405,12 +440,12 @@ impl Actor {
                 let _ = answer.send(taken);
             }
             FromTarget::State { entries, run } => {
-                let id = self.engine.next_id();
+                let (id, now) = (self.engine.next_id(), self.engine.now());
                 let Some(arrival) = self.arrival_of(request, attempt) else { return };
                 let from = arrival.source;
                 let message = match travel::from_wire(&run, id, travel::token_ids(&entries)) {
                     Ok(state) => {
-                        arrival.state = Some(state);
+                        arrival.state = Some((state, now));
                         ToPeer::State { attempt, entries }
                     }
                     Err(why) => {
@@ -452,9 +487,6 @@ impl Actor {
             let Some(request) = self.unsettled.pop_first() else { break };
             self.settle(request);
         }
-        for gateway in std::mem::take(&mut self.all_held) {
-            self.send(gateway, ControlFrame::AllHeld);
-        }
         let held = self.requests.len();
         self.holdings.send_if_modified(|holdings| std::mem::replace(holdings, held) != held);
     }
@@ -473,12 +505,13 @@ impl Actor {
                 self.send(gateway, ControlFrame::Heartbeat(beat));
             }
             SeatsOutput::Holds { request, phase, tag, entries } => {
-                self.all_held.insert(request.gateway);
                 self.send(request.gateway, ControlFrame::Holds { request, phase, tag, entries });
             }
+            SeatsOutput::AllHeld { gateway } => self.send(gateway, ControlFrame::AllHeld),
             SeatsOutput::ToGateway { request, message } => {
                 self.unsettled.insert(request);
-                self.send(request.gateway, ControlFrame::ToGateway { request, message });
+                let why = self.reason(request, &message);
+                self.send(request.gateway, ControlFrame::ToGateway { request, message, why });
             }
             SeatsOutput::ToPeer { request, to: _, message } => {
                 self.unsettled.insert(request);
@@ -489,6 +522,18 @@ impl Actor {
                 self.work(request, &work);
             }
         }
+    }
+
+    /// Short, and empty where nothing is to say.
+    fn reason(&mut self, request: RequestName, message: &ToGateway<OutputEntry>) -> String {
+        if !matches!(message, ToGateway::Aborted { .. } | ToGateway::Lost { .. }) {
+            return String::new();
+        }
+        let told = self.requests.get_mut(&request).and_then(|here| here.why.take());
+        let finished = self.seats.seat(request).and_then(|seat| seat.holding()).is_some_and(Holding::has_finished);
+        let mut why = told.unwrap_or_else(|| if finished { "it finished first".to_owned() } else { String::new() });
+        why.truncate(why.floor_char_boundary(WHY_MAX));
+        why
     }
 
     fn tell_peer(&mut self, request: RequestName, message: ToPeer<OutputEntry>) {
@@ -541,8 +586,9 @@ impl Actor {
         self.free_run(request);
         let here = self.requests.entry(request).or_default();
         let id = self.engine.next_id();
-        let came = here.arrival.as_mut().and_then(|arrival| arrival.state.take()).filter(|state| whole && state.output == output);
-        if let Some(state) = came {
+        let came = here.arrival.as_mut().and_then(|arrival| arrival.state.take()).filter(|(state, _)| whole && state.output == output);
+        if let Some((mut state, since)) = came {
+            state.history = state.history.aged(self.engine.now().since(since));
             let arrival = here.arrival.take().expect("the state came with it");
             let id = state.request.id;
             self.begin(request, id, MoveCommand::Join(arrival.room.id, Box::new(state)));
@@ -557,14 +603,15 @@ impl Actor {
             Ok(state) => self.begin(request, id, MoveCommand::Run(Box::new(state))),
             Err(why) => {
                 tracing::warn!(%request, why, "a request cannot be run");
-                self.give_up(request);
+                self.give_up(request, &why);
             }
         }
     }
 
     fn begin(&mut self, request: RequestName, id: RequestId, command: MoveCommand) {
         self.runs.insert(id, request);
-        let run = Run { id, held: false, throttled: false, left: false, computed: VecDeque::new() };
+        let heard = matches!(command, MoveCommand::Run(_)).then(|| self.engine.now());
+        let run = Run { id, heard, held: false, throttled: false, left: false, computed: VecDeque::new() };
         self.requests.entry(request).or_default().run = Some(run);
         self.order(command);
     }
@@ -575,6 +622,7 @@ impl Actor {
         let to = here.move_to.take().filter(|(told, _)| *told == attempt).map(|(_, to)| to);
         let (Some(to), Some(run), false) = (to, &here.run, busy) else {
             tracing::info!(%request, %attempt, busy, "a request is not moved; one at a time is");
+            here.why = Some(if busy { "another request leaves, and one at a time does" } else { "it was not said where to" }.to_owned());
             self.seats.handle(SeatsInput::CopyFailed { request }, self.clock.now());
             return;
         };
@@ -591,7 +639,7 @@ impl Actor {
         };
         let (frozen, stands_still) = oneshot::channel();
         let task = tokio::spawn(source.run(stands_still)).abort_handle();
-        here.copy = Some(Copy { attempt, target, task, frozen: Some(frozen), freezing: false });
+        here.copy = Some(Copy { attempt, target, task, frozen: Some(frozen), frozen_at: None, freezing: false });
     }
 
     fn free_run(&mut self, request: RequestName) {
@@ -606,9 +654,10 @@ impl Actor {
     }
 
     /// What should run here does not: its gateway runs it elsewhere, as if it had been lost.
-    fn give_up(&mut self, request: RequestName) {
+    fn give_up(&mut self, request: RequestName, why: &str) {
         let Some(holding) = self.seats.seat(request).and_then(|seat| seat.holding()) else { return };
         let (epoch, next, now) = (holding.tag, holding.acked, self.clock.now());
+        self.requests.entry(request).or_default().why = Some(format!("cannot be run here: {why}"));
         for message in [ToSeat::Stop { upto: epoch }, ToSeat::Keep { epoch, next }] {
             self.seats.handle(SeatsInput::FromGateway { request, message }, now);
         }

@@ -5,21 +5,15 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 
+use baton_link::{Connection, ConnectionError, FrameReader, FrameWriter, Identity};
 use baton_migration::GatewayName;
-use baton_wire::migration::{
-    ControlFrame,
-    handshake::{Role, Side},
-};
+use baton_wire::migration::{ControlFrame, handshake::Role};
 use tokio::{
     net::{TcpListener, TcpStream},
-    sync::{Semaphore, mpsc},
-    task::JoinSet,
+    sync::mpsc,
 };
 
-use super::{
-    actor::Input,
-    connection::{ConnectionError, FrameReader, FrameWriter, Identity},
-};
+use super::actor::Input;
 
 /// Gateways, and strangers that have not introduced themselves; more wait.
 const CONNECTIONS_MAX: usize = 64;
@@ -35,33 +29,17 @@ pub(super) struct ConnectionId(u64);
 /// Takes gateways in for ever.
 pub(super) async fn listen(listener: TcpListener, identity: Arc<Identity>, inputs: mpsc::Sender<Input>) {
     let next = AtomicU64::new(0);
-    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
-    let mut connections = JoinSet::new();
-    loop {
-        let place = Arc::clone(&places).acquire_owned().await.expect("the semaphore is never closed");
-        match listener.accept().await {
-            Ok((stream, peer)) => {
-                let (identity, inputs) = (Arc::clone(&identity), inputs.clone());
-                let id = ConnectionId(next.fetch_add(1, Ordering::Relaxed));
-                connections.spawn(async move {
-                    if let Err(error) = serve(stream, &identity, id, &inputs).await {
-                        tracing::info!(%peer, %error, "a control connection ended");
-                    }
-                    drop(place);
-                });
-            }
-            Err(error) => tracing::warn!(%error, "a control connection was not accepted"),
-        }
-        while connections.try_join_next().is_some() {}
-    }
+    let serve_next = |stream| {
+        let (identity, inputs) = (Arc::clone(&identity), inputs.clone());
+        let id = ConnectionId(next.fetch_add(1, Ordering::Relaxed));
+        async move { serve(stream, &identity, id, &inputs).await }
+    };
+    baton_link::listen(listener, "control", CONNECTIONS_MAX, serve_next).await;
 }
 
 async fn serve(stream: TcpStream, identity: &Identity, id: ConnectionId, inputs: &mpsc::Sender<Input>) -> Result<(), ConnectionError> {
-    let (hello, reader, writer) = identity.shake_hands(stream, Side::Listener, Role::Replica).await?;
-    if hello.role != Role::Gateway {
-        return Err(ConnectionError::Role(hello.role));
-    }
-    let gateway = GatewayName { id: hello.id, incarnation: hello.incarnation };
+    let Connection { hello, reader, writer } = identity.accept(stream, Role::Gateway).await?;
+    let gateway = hello.gateway_name();
     let (frames, queue) = mpsc::channel(QUEUED_FRAMES);
     // When the actor is gone, so is the replica.
     let _ = inputs.send(Input::Attached { gateway, connection: id, frames }).await;
@@ -81,8 +59,7 @@ async fn read(
     inputs: &mpsc::Sender<Input>,
 ) -> Result<(), ConnectionError> {
     loop {
-        let raw = reader.read().await?;
-        let frame = Box::new(ControlFrame::decode(raw.kind, &raw.body)?);
+        let frame = Box::new(reader.control().await?);
         let _ = inputs.send(Input::Frame { gateway, connection, frame }).await;
     }
 }

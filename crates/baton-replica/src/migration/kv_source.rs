@@ -2,22 +2,18 @@
 
 use std::{convert::Infallible, ops::Range, sync::Arc, time::Duration};
 
+use baton_link::{Connection, ConnectionError, FrameReader, FrameWriter, Identity};
 use baton_migration::{Place, RequestName, Tag};
-use baton_units::{BlockSize, Blocks, Incarnation, ReplicaId, RequestId, Tokens};
-use baton_wire::migration::{
-    BlockHeader, FrameError, HeldBlocks, KvFrame, KvPlan, MoveTo, OutputEntry, Refusal,
-    handshake::{Role, Side},
-};
+use baton_units::{BlockSize, Blocks, RequestId, Tokens};
+use baton_wire::migration::{BlockHeader, FrameError, HeldBlocks, KvFrame, KvPlan, MoveTo, OutputEntry, Refusal, handshake::Role};
 use tokio::{
-    net::TcpStream,
     sync::{mpsc, oneshot},
     task::JoinSet,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::{
-    actor::{FromSource, Input},
-    connection::{ConnectionError, FrameReader, FrameWriter, Identity},
+    actor::{FromSource, Input, Sent},
     travel,
 };
 use crate::driver::{EngineHandle, Exported, MoveCommand, Progress};
@@ -25,8 +21,8 @@ use crate::driver::{EngineHandle, Exported, MoveCommand, Progress};
 /// So few blocks are left to the time when the request stands still (Llumnix, OSDI'24, section 4.2).
 const LAST_BLOCKS: Blocks = Blocks(16);
 /// A request that fills blocks as fast as they are copied is frozen after so many rounds.
-const ROUNDS_MAX: usize = 3;
-/// A target that is not there within this is not waited for.
+const ROUNDS_MAX: u32 = 3;
+/// A target that is not there, and has not introduced itself, within this is not waited for.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(5);
 
 /// One attempt to move one request away.
@@ -47,10 +43,8 @@ pub(super) struct Frozen(pub(super) Vec<OutputEntry>);
 
 #[derive(Debug, thiserror::Error)]
 enum CopyError {
-    #[error("the target cannot be reached: {0}")]
-    Unreachable(std::io::Error),
-    #[error("the target does not answer")]
-    Silent,
+    #[error("there is no connection to the target: {0}")]
+    Unreachable(ConnectionError),
     #[error("{0} answered, and {1} was to be reached")]
     Elsewhere(Place, Place),
     #[error("the connection broke: {0}")]
@@ -85,6 +79,8 @@ struct Link {
     frames: mpsc::Receiver<Result<KvFrame, ConnectionError>>,
     /// Bytes of blocks that the target takes now.
     credit: u64,
+    /// Bytes of blocks that went out.
+    sent: u64,
     _reader: JoinSet<()>,
 }
 
@@ -93,7 +89,7 @@ impl KvSource {
     pub(super) async fn run(self, frozen: oneshot::Receiver<Frozen>) {
         let Err(why) = self.copy(frozen).await;
         tracing::info!(request = %self.request, attempt = %self.attempt, target = %self.target, %why, "a move ends before it is committed");
-        self.tell(FromSource::Failed).await;
+        self.tell(FromSource::Failed { why: why.to_string() }).await;
     }
 
     async fn copy(&self, frozen: oneshot::Receiver<Frozen>) -> Result<Infallible, CopyError> {
@@ -106,23 +102,27 @@ impl KvSource {
         let answer = link.receive().await?;
         let KvFrame::Have { blocks: HeldBlocks { held }, credit } = answer else { return Err(CopyError::unexpected(answer)) };
         link.credit = credit;
-        let mut next = Blocks(held);
-        for _ in 0..ROUNDS_MAX {
+        let (mut next, mut rounds) = (Blocks(held), 0);
+        while rounds < ROUNDS_MAX {
             let full = self.progress(preemptions).await?.computed.full_blocks(self.block_size());
             if full <= next + LAST_BLOCKS {
                 break;
             }
             self.send(&mut link, next.0..full.0, preemptions).await?;
             next = full;
+            rounds += 1;
         }
         self.tell(FromSource::Ready).await;
         let Frozen(entries) = frozen.await.map_err(|_| CopyError::Ended)?;
-        let exported = self.export().await?;
+        let mut exported = self.export().await?;
+        let exported_at = self.engine.now();
         if exported.state.output != travel::token_ids(&entries) || exported.progress.preemptions != preemptions {
             return Err(CopyError::Preempted);
         }
         let all = exported.progress.computed.to_blocks(self.block_size());
         self.send(&mut link, next.0..all.0, preemptions).await?;
+        // Its spans end where it goes out, which is not before the last blocks have.
+        exported.state.history = exported.state.history.aged(self.engine.now().since(exported_at));
         link.writer.kv(&KvFrame::State { entries, plan: self.plan(&exported) }).await?;
         let entries = loop {
             let frame = link.receive().await?;
@@ -133,23 +133,22 @@ impl KvSource {
                 return Err(CopyError::unexpected(frame));
             }
         };
-        self.tell(FromSource::Prepared { entries }).await;
+        self.tell(FromSource::Prepared { entries, sent: Sent { bytes: link.sent, held, rounds } }).await;
         // From here on the gateway decides, whatever becomes of the connection.
         std::future::pending().await
     }
 
     async fn connect(&self) -> Result<Link, CopyError> {
-        let connecting = tokio::time::timeout(CONNECT_PATIENCE, TcpStream::connect(&self.to.kv_address));
-        let stream = connecting.await.map_err(|_| CopyError::Silent)?.map_err(CopyError::Unreachable)?;
-        let (hello, reader, writer) = self.identity.shake_hands(stream, Side::Dialer, Role::Source).await?;
-        let place = Place { replica: ReplicaId(hello.id as u32), incarnation: Incarnation(hello.incarnation) };
-        if hello.role != Role::Replica || place != self.target {
+        let dialed = baton_link::dial(&self.to.kv_address, &self.identity, Role::Source, CONNECT_PATIENCE).await;
+        let Connection { hello, reader, writer } = dialed.map_err(CopyError::Unreachable)?;
+        let place = hello.place();
+        if place != self.target {
             return Err(CopyError::Elsewhere(place, self.target));
         }
         let (sender, frames) = mpsc::channel(16);
         let mut tasks = JoinSet::new();
         tasks.spawn(read(reader, sender));
-        Ok(Link { writer, frames, credit: 0, _reader: tasks })
+        Ok(Link { writer, frames, credit: 0, sent: 0, _reader: tasks })
     }
 
     fn plan(&self, exported: &Exported) -> KvPlan {
@@ -177,6 +176,7 @@ impl KvSource {
                 let tokens = (slice.progress.computed - before).min(Tokens(size.get())).0;
                 link.wait_for_credit(bytes.len() as u64).await?;
                 link.writer.block(BlockHeader { index: next, tokens, checksum: xxh3_64(&bytes) }, &bytes).await?;
+                link.sent += bytes.len() as u64;
                 next += 1;
             }
         }
@@ -205,7 +205,7 @@ impl KvSource {
     }
 
     fn block_size(&self) -> BlockSize {
-        self.identity.block_size
+        travel::block_size(&self.identity.hello)
     }
 }
 

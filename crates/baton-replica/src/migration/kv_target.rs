@@ -7,22 +7,22 @@ use std::{
 };
 
 use baton_engine::{MoveRefusal, SequenceState};
+use baton_link::{Connection, ConnectionError, FrameReader, FrameWriter, Identity, Raw};
 use baton_migration::{Place, RequestName, Tag};
-use baton_units::{Blocks, Incarnation, ReplicaId, Tokens};
+use baton_units::{Blocks, Tokens};
 use baton_wire::migration::{
     BlockHeader, HeldBlocks, KvFrame, KvPlan, OutputEntry, Refusal, RunRequest,
-    handshake::{Hello, Role, Side},
+    handshake::{Hello, Role},
 };
 use tokio::{
     net::{TcpListener, TcpStream},
-    sync::{Semaphore, mpsc, oneshot},
+    sync::{mpsc, oneshot},
     task::JoinSet,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::{
     actor::{FromTarget, Input},
-    connection::{ConnectionError, FrameReader, FrameWriter, Identity, Raw},
     travel,
 };
 use crate::driver::{COPIED_BETWEEN_STEPS_MAX, EngineHandle, MoveCommand, Room};
@@ -73,31 +73,15 @@ impl From<std::io::Error> for TakeError {
 
 /// Takes sources in for ever.
 pub(super) async fn listen(listener: TcpListener, identity: Arc<Identity>, engine: EngineHandle, inputs: mpsc::Sender<Input>) {
-    let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
-    let mut connections = JoinSet::new();
-    loop {
-        let place = Arc::clone(&places).acquire_owned().await.expect("the semaphore is never closed");
-        match listener.accept().await {
-            Ok((stream, peer)) => {
-                let (identity, engine, inputs) = (Arc::clone(&identity), engine.clone(), inputs.clone());
-                connections.spawn(async move {
-                    if let Err(error) = serve(stream, &identity, engine, inputs).await {
-                        tracing::info!(%peer, %error, "a KV connection ended");
-                    }
-                    drop(place);
-                });
-            }
-            Err(error) => tracing::warn!(%error, "a KV connection was not accepted"),
-        }
-        while connections.try_join_next().is_some() {}
-    }
+    let serve_next = |stream| {
+        let (identity, engine, inputs) = (Arc::clone(&identity), engine.clone(), inputs.clone());
+        async move { serve(stream, &identity, engine, inputs).await }
+    };
+    baton_link::listen(listener, "KV", CONNECTIONS_MAX, serve_next).await;
 }
 
 async fn serve(stream: TcpStream, identity: &Identity, engine: EngineHandle, inputs: mpsc::Sender<Input>) -> Result<(), TakeError> {
-    let (hello, mut reader, mut writer) = identity.shake_hands(stream, Side::Listener, Role::Replica).await?;
-    if hello.role != Role::Source {
-        return Err(ConnectionError::Role(hello.role).into());
-    }
+    let Connection { hello, mut reader, mut writer } = identity.accept(stream, Role::Source).await?;
     let announced = tokio::time::timeout(PATIENCE, read_opening(&mut reader));
     let (opening, plan) = announced.await.map_err(|_| TakeError::Silent)??;
     if let Err(refusal) = check(identity, &hello, &opening) {
@@ -111,8 +95,14 @@ async fn serve(stream: TcpStream, identity: &Identity, engine: EngineHandle, inp
     let (request, attempt) = (opening.request, opening.attempt);
     let mut target = KvTarget { identity, engine, inputs: inputs.clone(), opening, writer };
     let ended = target.take(reader, plan).await;
-    if let Err(TakeError::Refused(refusal)) = &ended {
-        let _ = target.writer.kv(&KvFrame::Refuse(refusal.clone())).await;
+    // So that the source can say why.
+    let parting = match &ended {
+        Err(TakeError::Refused(refusal)) => Some(KvFrame::Refuse(refusal.clone())),
+        Err(TakeError::Protocol(why)) => Some(KvFrame::Abort { why: why.clone() }),
+        Ok(()) | Err(TakeError::Connection(_) | TakeError::Silent | TakeError::Aborted(_) | TakeError::Gone) => None,
+    };
+    if let Some(frame) = parting {
+        let _ = target.writer.kv(&frame).await;
     }
     let _ = inputs.send(Input::Target { request, attempt, news: FromTarget::Ended }).await;
     ended
@@ -139,8 +129,7 @@ fn decode(raw: &Raw) -> Result<KvFrame, TakeError> {
 
 /// Whether what the source computes can go on here.
 fn check(identity: &Identity, hello: &Hello, opening: &Opening) -> Result<(), Refusal> {
-    let dialer = Place { replica: ReplicaId(hello.id as u32), incarnation: Incarnation(hello.incarnation) };
-    if dialer != opening.source {
+    if hello.place() != opening.source {
         return Err(Refusal::NotExpected);
     }
     let ours = &identity.hello;
@@ -307,7 +296,7 @@ impl Arrival {
 
     /// Whether all KV that the state counts on is here.
     fn check(&self, run: &RunRequest, identity: &Identity) -> Result<(), TakeError> {
-        let (size, computed) = (identity.block_size, Tokens(run.progress.computed));
+        let (size, computed) = (travel::block_size(&identity.hello), Tokens(run.progress.computed));
         for index in self.room.held.0..computed.to_blocks(size).0 {
             let wanted = (computed - Blocks(index).to_tokens(size)).min(Tokens(size.get()));
             if self.tokens.get(&index).is_none_or(|&tokens| tokens < wanted.0) {

@@ -3,8 +3,11 @@
 use std::time::Duration;
 
 use baton_engine::{FinishReason, History, NewRequest, Output, OutputEnds, SamplingError, SamplingOptions, SamplingParams, SequenceState};
-use baton_units::{Priority, RequestId, Tokens};
-use baton_wire::migration::{self as wire, OutputEntry, RunEnds, RunProgress, RunRequest, RunSampling, TokenLogprobs, handshake::KvLayout};
+use baton_units::{BlockSize, Priority, RequestId, Tokens};
+use baton_wire::migration::{
+    self as wire, OutputEntry, RunEnds, RunProgress, RunRequest, RunSampling, TokenLogprobs,
+    handshake::{Hello, KvLayout},
+};
 
 /// What travels of a sequence besides its output.
 pub(super) fn to_wire(state: &SequenceState) -> RunRequest {
@@ -88,6 +91,11 @@ pub(super) fn layout_to_wire(layout: &baton_engine::KvLayout) -> KvLayout {
     KvLayout { format: layout.format.clone(), block_size: layout.block_size.get(), block_bytes: layout.block_bytes.0 }
 }
 
+/// Of the engine's KV; where there is none, nothing is counted by it.
+pub(super) fn block_size(hello: &Hello) -> BlockSize {
+    hello.kv_layout.as_ref().and_then(|layout| BlockSize::new(layout.block_size)).unwrap_or(BlockSize::DEFAULT)
+}
+
 fn sampling_to_wire(params: &SamplingParams) -> RunSampling {
     RunSampling {
         temperature: params.temperature,
@@ -124,7 +132,7 @@ fn sampling_from_wire(sampling: &RunSampling) -> Result<SamplingParams, Sampling
     })
 }
 
-fn micros(span: Duration) -> u64 {
+pub(super) fn micros(span: Duration) -> u64 {
     u64::try_from(span.as_micros()).unwrap_or(u64::MAX)
 }
 

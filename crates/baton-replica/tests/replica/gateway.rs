@@ -2,30 +2,27 @@
 
 use std::{
     collections::BTreeMap,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
-use baton_migration::{GatewayName, Ownership, OwnershipInput, OwnershipOutput, Phase, Place, RequestName, Tag, Timing, ToSeat};
-use baton_units::{Incarnation, ReplicaId, Time};
+use baton_link::{Connection, ConnectionError, FrameReader, FrameWriter, Identity};
+use baton_migration::{GatewayName, Ownership, OwnershipInput, Phase, Place, RegisterOutput, RequestName, Tag, Timing, ToSeat};
+use baton_units::Time;
 use baton_wire::{
     migration::{
-        ControlFrame, HEADER_BYTES, MoveTo, Opener, OutputEntry, RunRequest, Sealer,
-        handshake::{FleetKey, Hello, PROOF_BYTES, Role, Side, Transcript, VERSION},
+        ControlFrame, Copied, MoveTo, OutputEntry, RunRequest,
+        handshake::{FleetKey, Role},
     },
     replica::Report,
 };
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::{TcpStream, tcp::OwnedReadHalf, tcp::OwnedWriteHalf},
-    sync::mpsc,
-    task::JoinSet,
-};
+use tokio::{sync::mpsc, task::JoinSet};
 
 const PATIENCE: Duration = Duration::from_mins(1);
 
 pub(crate) struct Gateway {
     name: GatewayName,
-    key: Option<FleetKey>,
+    key: Option<Arc<FleetKey>>,
     timing: Timing,
     origin: Instant,
     links: BTreeMap<Place, Link>,
@@ -46,12 +43,28 @@ pub(crate) struct Gateway {
     /// What replicas said that they hold, since they were attached.
     pub(crate) holds: Vec<(Place, RequestName, Phase)>,
     pub(crate) heartbeats: u64,
+    /// Why attempts ended and requests were lost, where a replica said so.
+    pub(crate) reasons: Vec<(u64, String)>,
+    pub(crate) scheduled: Vec<Scheduled>,
+    /// What moves took.
+    pub(crate) moved: Vec<(u64, Tag, Copied)>,
+}
+
+/// What a replica told of a request before its first output.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Scheduled {
+    pub(crate) sequence: u64,
+    pub(crate) at: Place,
+    pub(crate) epoch: Tag,
+    pub(crate) cached: u32,
+    pub(crate) waited_us: u64,
+    /// Entries that the gateway had then.
+    pub(crate) delivered: usize,
 }
 
 struct Link {
     kv_address: String,
-    writer: OwnedWriteHalf,
-    sealer: Sealer,
+    writer: FrameWriter,
 }
 
 pub(crate) struct Request {
@@ -90,51 +103,26 @@ impl Gateway {
             wrong_nonce: false,
             holds: Vec::new(),
             heartbeats: 0,
+            reasons: Vec::new(),
+            scheduled: Vec::new(),
+            moved: Vec::new(),
         }
     }
 
     pub(crate) fn with_key(timing: Timing, key: FleetKey) -> Self {
-        Self { key: Some(key), ..Self::new(timing) }
+        Self { key: Some(Arc::new(key)), ..Self::new(timing) }
     }
 
     /// Connects to a replica that told where it is.
-    pub(crate) async fn attach(&mut self, report: &Report) -> std::io::Result<Place> {
+    pub(crate) async fn attach(&mut self, report: &Report) -> Result<Place, ConnectionError> {
         let source = report.migration.as_ref().expect("the replica takes part in migration");
-        let stream = TcpStream::connect(&source.control_address).await?;
-        stream.set_nodelay(true)?;
-        let (mut read, mut write) = stream.into_split();
-        let hello = Hello {
-            version: VERSION,
-            role: Role::Gateway,
-            id: self.name.id,
-            incarnation: self.name.incarnation,
-            numerics_id: String::new(),
-            kv_layout: None,
-            freeze: None,
-            kv_address: None,
-            nonce: [9; 32],
-        };
-        let dialer = hello.to_bytes();
-        write.write_all(&dialer).await?;
-        let mut listener = vec![0; 4];
-        read.read_exact(&mut listener).await?;
-        listener.resize(4 + Hello::body_bytes(listener[..4].try_into().unwrap()).unwrap(), 0);
-        read.read_exact(&mut listener[4..]).await?;
-        let theirs = Hello::from_body(&listener[4..]).unwrap();
-        let place = Place { replica: ReplicaId(theirs.id as u32), incarnation: Incarnation(theirs.incarnation) };
-        assert_eq!((theirs.role, place.replica.0, theirs.incarnation), (Role::Replica, source.replica, report.incarnation));
-        assert_eq!((&theirs.numerics_id, &theirs.kv_layout), (&report.numerics_id, &source.kv_layout));
-        let transcript = Transcript { dialer, listener };
-        let mut keys = (None, None);
-        if let Some(key) = &self.key {
-            write.write_all(&key.proof(Side::Dialer, &transcript)).await?;
-            let mut proof = [0; PROOF_BYTES];
-            read.read_exact(&mut proof).await?;
-            key.check(Side::Listener, &transcript, &proof).unwrap();
-            keys = (Some(key.frame_key(Side::Dialer, &transcript)), Some(key.frame_key(Side::Listener, &transcript)));
-        }
-        self.readers.spawn(read_frames(read, Opener::new(keys.1), place, self.sender.clone()));
-        let link = Link { kv_address: source.kv_address.clone(), writer: write, sealer: Sealer::new(keys.0) };
+        let identity = Identity::of_gateway(self.name, self.key.clone());
+        let Connection { hello, reader, writer } = baton_link::dial(&source.control_address, &identity, Role::Gateway, PATIENCE).await?;
+        let place = hello.place();
+        assert_eq!((place.replica.0, hello.incarnation), (source.replica, report.incarnation));
+        assert_eq!((&hello.numerics_id, &hello.kv_layout), (&report.numerics_id, &source.kv_layout));
+        self.readers.spawn(read_frames(reader, place, self.sender.clone()));
+        let link = Link { kv_address: source.kv_address.clone(), writer };
         self.links.insert(place, link);
         Ok(place)
     }
@@ -207,9 +195,7 @@ impl Gateway {
 
     pub(crate) async fn send(&mut self, to: Place, frame: ControlFrame) {
         let Some(link) = self.links.get_mut(&to) else { return };
-        let mut bytes = Vec::new();
-        frame.seal(&mut link.sealer, &mut bytes);
-        if link.writer.write_all(&bytes).await.is_err() {
+        if link.writer.control(&frame).await.is_err() || link.writer.flush().await.is_err() {
             self.links.remove(&to);
         }
     }
@@ -253,9 +239,18 @@ impl Gateway {
             }
             // Of requests that a test runs by itself it knows nothing.
             ControlFrame::ToGateway { request, .. } if !self.requests.contains_key(&request.sequence) => {}
-            ControlFrame::ToGateway { request, message } => {
+            ControlFrame::ToGateway { request, message, why } => {
+                if !why.is_empty() {
+                    self.reasons.push((request.sequence, why));
+                }
                 self.tell(request.sequence, OwnershipInput::FromSeat { from, message }).await;
             }
+            ControlFrame::Scheduled { request, epoch, cached, waited_us } => {
+                let known = self.requests.get(&request.sequence);
+                let delivered = known.map_or(0, |request| request.delivered.len());
+                self.scheduled.push(Scheduled { sequence: request.sequence, at: from, epoch, cached, waited_us, delivered });
+            }
+            ControlFrame::Moved { request, attempt, copied } => self.moved.push((request.sequence, attempt, copied)),
             other => panic!("{other:?} is not for a gateway"),
         }
     }
@@ -265,14 +260,15 @@ impl Gateway {
         while let Some(output) = self.requests.get_mut(&number).unwrap().ownership.poll() {
             let request = self.requests.get_mut(&number).unwrap();
             match output {
-                OwnershipOutput::ToSeat { to, message } => self.to(number, to, message).await,
-                OwnershipOutput::Deliver(entry) => {
+                RegisterOutput::ToSeat { to, message } => self.to(number, to, message).await,
+                RegisterOutput::Deliver(entry) => {
                     request.delivered.push(entry);
                     delivered = true;
                 }
-                OwnershipOutput::Committed { .. } => request.committed += 1,
-                OwnershipOutput::AttemptEnded { .. } => request.attempts_ended += 1,
-                OwnershipOutput::Lost => request.lost = true,
+                RegisterOutput::Committed { .. } => request.committed += 1,
+                RegisterOutput::AttemptEnded { .. } => request.attempts_ended += 1,
+                RegisterOutput::Started { .. } => {}
+                RegisterOutput::Lost => request.lost = true,
             }
         }
         if delivered && self.acknowledges && self.stalled != Some(number) {
@@ -288,7 +284,7 @@ impl Gateway {
                     return;
                 }
                 let nonce = nonce(*attempt);
-                let expect = ControlFrame::Expect { request: self.request_name(number), attempt: *attempt, source: to, bytes: 0, nonce };
+                let expect = ControlFrame::Expect { request: self.request_name(number), attempt: *attempt, source: to, nonce };
                 let (kv_address, target) = (self.kv_address(*target), *target);
                 self.send(target, expect).await;
                 MoveTo { kv_address, nonce: if self.wrong_nonce { [0; 16] } else { nonce } }.to_bytes()
@@ -308,28 +304,16 @@ pub(crate) fn nonce(attempt: Tag) -> [u8; 16] {
     [attempt.0 as u8; 16]
 }
 
-async fn read_frames(
-    mut read: OwnedReadHalf,
-    mut opener: Opener,
-    place: Place,
-    frames: mpsc::UnboundedSender<(Place, Option<ControlFrame>)>,
-) {
-    while let Ok((kind, body)) = read_frame(&mut read, &mut opener).await {
-        if frames.send((place, Some(ControlFrame::decode(kind, &body).unwrap()))).is_err() {
+async fn read_frames(mut reader: FrameReader, place: Place, frames: mpsc::UnboundedSender<(Place, Option<ControlFrame>)>) {
+    loop {
+        let frame = match reader.control().await {
+            Ok(frame) => Some(frame),
+            Err(ConnectionError::Io(_)) => None,
+            Err(error) => panic!("{error}"),
+        };
+        let ended = frame.is_none();
+        if frames.send((place, frame)).is_err() || ended {
             return;
         }
     }
-    let _ = frames.send((place, None));
-}
-
-/// Kind and body of the next frame.
-pub(crate) async fn read_frame(read: &mut (impl AsyncReadExt + Unpin), opener: &mut Opener) -> std::io::Result<(u16, Vec<u8>)> {
-    let mut head = [0; HEADER_BYTES];
-    read.read_exact(&mut head).await?;
-    let header = opener.header(&head).unwrap();
-    let (mut body, mut trailer) = (vec![0; header.body as usize], vec![0; opener.trailer_bytes()]);
-    read.read_exact(&mut body).await?;
-    read.read_exact(&mut trailer).await?;
-    opener.check(&head, &body, &trailer).unwrap();
-    Ok((header.kind, body))
 }

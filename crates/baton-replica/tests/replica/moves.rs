@@ -170,7 +170,7 @@ async fn a_request_moves_while_its_prompt_is_computed() {
     let gateway = &mut fleet.gateway;
     // A gateway moves what has started; nothing in the protocol demands it.
     gateway.send(a, gateway.to_seat(1, ToSeat::Start { epoch, delivered: vec![] }, spec.to_bytes())).await;
-    let expect = ControlFrame::Expect { request: gateway.request_name(1), attempt, source: a, bytes: 0, nonce: nonce(attempt) };
+    let expect = ControlFrame::Expect { request: gateway.request_name(1), attempt, source: a, nonce: nonce(attempt) };
     gateway.send(b, expect).await;
     let to = MoveTo { kv_address: gateway.kv_address(b), nonce: nonce(attempt) };
     gateway.send(a, gateway.to_seat(1, ToSeat::Move { epoch, attempt, target: b }, to.to_bytes())).await;
@@ -230,6 +230,20 @@ async fn what_cannot_move_stays_and_goes_on() {
     fleet.gateway.wrong_nonce = false;
     fleet.gateway.kv_address = Some("127.0.0.1:1".to_owned());
     fleet.stays(1, 2).await;
+    let reasons: Vec<&str> = fleet
+        .gateway
+        .reasons
+        .iter()
+        .map(|(number, why)| {
+            assert_eq!(*number, 1);
+            &**why
+        })
+        .collect();
+    let wanted = ["blocks, and", "do not compute the same bits", "nobody announced", "no connection to the target"];
+    assert_eq!(reasons.len(), wanted.len(), "{reasons:?}");
+    for (why, wanted) in reasons.iter().zip(wanted) {
+        assert!(why.contains(wanted), "{why}");
+    }
     let output = fleet.finished(1).await;
     assert_same(&output, &alone);
     fleet.gateway.stalled = None;
@@ -255,6 +269,10 @@ async fn one_request_leaves_a_replica_and_one_comes_to_it_at_a_time() {
     fleet.stays(2, 2).await;
     fleet.stays(3, 1).await;
     assert_eq!(fleet.gateway.request(1).attempts_ended, 0);
+    let reasons: Vec<&str> = fleet.gateway.reasons.iter().map(|(_, why)| &**why).collect();
+    assert_eq!(reasons.len(), 2);
+    assert!(reasons[0].contains("leaves") || reasons[0].contains("taken in"), "{reasons:?}");
+    assert!(reasons[1].contains("one at a time"), "{reasons:?}");
     // The gateway gives it up, and it goes on where it was.
     fleet.gateway.tell(1, OwnershipInput::Stay).await;
     fleet.gateway.acknowledge(1).await;
@@ -420,15 +438,56 @@ async fn what_cannot_be_run_is_told_to_be_lost() {
     let place = fleet.places[0];
     let gateway = &mut fleet.gateway;
     let other_model = RunRequest { model: "other".to_owned(), ..greedy(5) };
-    for (number, with) in [(1, other_model.to_bytes()), (2, b"nothing".to_vec())] {
+    let never_fits = greedy(60_000);
+    let requests =
+        [(1, other_model.to_bytes(), "model"), (2, b"nothing".to_vec(), "nothing was said"), (3, never_fits.to_bytes(), "at most 2048")];
+    for (number, with, wanted) in requests {
         gateway.send(place, gateway.to_seat(number, ToSeat::Start { epoch: Tag(1), delivered: vec![] }, with)).await;
-        let lost = loop {
-            if let (_, ControlFrame::ToGateway { request, message: ToGateway::Lost { epoch } }) = gateway.next_frame().await {
-                break (request.sequence, epoch);
+        let (lost, why) = loop {
+            if let (_, ControlFrame::ToGateway { request, message: ToGateway::Lost { epoch }, why }) = gateway.next_frame().await {
+                break ((request.sequence, epoch), why);
             }
         };
         assert_eq!(lost, (number, Tag(1)));
+        assert!(why.starts_with("cannot be run here: ") && why.contains(wanted), "{why}");
     }
+    fleet.empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_not_held_is_lost_for_no_reason_of_its_own() {
+    let mut fleet = Fleet::start(vec![migrating("a")]).await;
+    let (place, gateway) = (fleet.places[0], &mut fleet.gateway);
+    gateway.send(place, gateway.to_seat(1, ToSeat::Keep { epoch: Tag(1), next: 0 }, vec![])).await;
+    let why = loop {
+        if let (_, ControlFrame::ToGateway { message: ToGateway::Lost { .. }, why, .. }) = gateway.next_frame().await {
+            break why;
+        }
+    };
+    assert_eq!(why, "");
+    fleet.empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_gateway_is_told_what_a_request_found_and_what_its_move_took() {
+    let mut fleet = Fleet::start(vec![migrating("a"), migrating("b")]).await;
+    let started = std::time::Instant::now();
+    fleet.alone(&greedy(200)).await;
+    fleet.gateway.start(1, fleet.places[0], greedy(200)).await;
+    fleet.delivered(1, 20).await;
+    fleet.moved(1, 1).await;
+    fleet.finished(1).await;
+    let real_us = started.elapsed().as_micros() as u64;
+    // Once each, before the first entry and by who computed the prompt; not by where it moved to.
+    let told: Vec<_> = fleet.gateway.scheduled.iter().map(|told| (told.sequence, told.at, told.epoch, told.delivered)).collect();
+    assert_eq!(told, [(1_000, fleet.places[0], Tag(1), 0), (1, fleet.places[0], Tag(1), 0)]);
+    let cached: Vec<u32> = fleet.gateway.scheduled.iter().map(|told| told.cached).collect();
+    assert_eq!(cached[0], 0);
+    assert!((100..200).contains(&cached[1]), "of the 200 tokens that ran before: {cached:?}");
+    assert!(fleet.gateway.scheduled.iter().all(|told| told.waited_us <= real_us));
+    let [(1, attempt, copied)] = fleet.gateway.moved[..] else { panic!("{:?}", fleet.gateway.moved) };
+    assert_eq!(attempt, Tag(2));
+    assert!(copied.bytes > 0 && copied.held == 0 && copied.rounds <= 3 && copied.gap_us <= real_us, "{copied:?}");
     fleet.empty().await;
 }
 

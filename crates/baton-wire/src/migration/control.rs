@@ -30,11 +30,36 @@ pub enum ControlFrame {
     /// Replica: all that it holds was told.
     AllHeld,
     /// Gateway, to a target before the source is told to move: who will come.
-    Expect { request: RequestName, attempt: Tag, source: Place, bytes: u64, nonce: [u8; 16] },
+    Expect { request: RequestName, attempt: Tag, source: Place, nonce: [u8; 16] },
     /// Gateway. A start carries what to run, a move where the target's KV is taken and with which nonce.
     ToSeat { request: RequestName, message: ToSeat<OutputEntry>, with: Vec<u8> },
-    /// Replica.
-    ToGateway { request: RequestName, message: ToGateway<OutputEntry> },
+    /// Replica. `why`, of an attempt that was aborted and of a request that is lost, is a short text for people, empty where there is none;
+    /// a lost request that has one cannot be run there as it is. Other messages carry none.
+    ToGateway { request: RequestName, message: ToGateway<OutputEntry>, why: String },
+    /// Replica, once before the first output of a request whose prompt it computed: a hint, which may be lost.
+    Scheduled {
+        request: RequestName,
+        epoch: Tag,
+        /// Prompt tokens whose KV was in the prefix cache.
+        cached: u32,
+        /// From the start being heard to the first step that computed something for it, in microseconds.
+        waited_us: u64,
+    },
+    /// Source, behind the message that asks to commit: what the move took. A hint, which may be lost.
+    Moved { request: RequestName, attempt: Tag, copied: Copied },
+}
+
+/// What was copied for one attempt to move a request, as its source saw it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Copied {
+    /// Of the blocks that were sent.
+    pub bytes: u64,
+    /// Blocks that the target had already.
+    pub held: u32,
+    /// Passes over new blocks while the request ran; the last blocks, sent while it stood still, are none.
+    pub rounds: u32,
+    /// From the end of the request's last step until the gateway was asked to commit, in microseconds.
+    pub gap_us: u64,
 }
 
 fn phase_number(phase: Phase) -> u8 {
@@ -76,6 +101,8 @@ mod kind {
     pub(super) const WITHDRAW: u16 = 0x34;
     pub(super) const STOPPED: u16 = 0x35;
     pub(super) const LOST: u16 = 0x36;
+    pub(super) const SCHEDULED: u16 = 0x37;
+    pub(super) const MOVED: u16 = 0x38;
 }
 
 impl ControlFrame {
@@ -91,8 +118,8 @@ impl ControlFrame {
             Self::Lease { sequence } => (kind::LEASE, body(&(sequence,))),
             Self::Holds { request, phase, tag, entries } => (kind::HOLDS, body(&(name(*request), phase_number(*phase), tag.0, entries))),
             Self::AllHeld => (kind::ALL_HELD, body(&())),
-            Self::Expect { request, attempt, source, bytes, nonce } => {
-                (kind::EXPECT, body(&(name(*request), attempt.0, wire_place(*source), bytes, nonce)))
+            Self::Expect { request, attempt, source, nonce } => {
+                (kind::EXPECT, body(&(name(*request), attempt.0, wire_place(*source), nonce)))
             }
             Self::ToSeat { request, message, with } => {
                 let request = name(*request);
@@ -110,7 +137,7 @@ impl ControlFrame {
                     ToSeat::Ack { epoch, next } => (kind::ACK, body(&(request, epoch.0, next))),
                 }
             }
-            Self::ToGateway { request, message } => {
+            Self::ToGateway { request, message, why } => {
                 let request = name(*request);
                 match message {
                     ToGateway::Output { epoch, index, entry } => (kind::OUTPUT, body(&(request, epoch.0, index, entry))),
@@ -120,18 +147,24 @@ impl ControlFrame {
                     ToGateway::CommitSource { epoch, attempt, frozen } => {
                         (kind::COMMIT_SOURCE, body(&(request, epoch.0, attempt.0, frozen)))
                     }
-                    ToGateway::Aborted { epoch, attempt } => (kind::ABORTED, body(&(request, epoch.0, attempt.0))),
+                    ToGateway::Aborted { epoch, attempt } => (kind::ABORTED, body(&(request, epoch.0, attempt.0, why))),
                     ToGateway::Withdraw { attempt } => (kind::WITHDRAW, body(&(request, attempt.0))),
                     ToGateway::Stopped { upto } => (kind::STOPPED, body(&(request, upto.0))),
-                    ToGateway::Lost { epoch } => (kind::LOST, body(&(request, epoch.0))),
+                    ToGateway::Lost { epoch } => (kind::LOST, body(&(request, epoch.0, why))),
                 }
+            }
+            Self::Scheduled { request, epoch, cached, waited_us } => (kind::SCHEDULED, body(&(name(*request), epoch.0, cached, waited_us))),
+            Self::Moved { request, attempt, copied: Copied { bytes, held, rounds, gap_us } } => {
+                (kind::MOVED, body(&(name(*request), attempt.0, bytes, held, rounds, gap_us)))
             }
         }
     }
 
     pub fn decode(kind: u16, body: &[u8]) -> Result<Self, FrameError> {
         let to_seat = |named: Name, message: ToSeat<OutputEntry>, with: Vec<u8>| Self::ToSeat { request: request(named), message, with };
-        let to_gateway = |named: Name, message: ToGateway<OutputEntry>| Self::ToGateway { request: request(named), message };
+        let reasoned =
+            |named: Name, message: ToGateway<OutputEntry>, why: String| Self::ToGateway { request: request(named), message, why };
+        let to_gateway = |named: Name, message: ToGateway<OutputEntry>| reasoned(named, message, String::new());
         Ok(match kind {
             kind::HEARTBEAT => Self::Heartbeat(read(kind, body)?),
             kind::LEASE => {
@@ -146,8 +179,8 @@ impl ControlFrame {
             }
             kind::ALL_HELD => Self::AllHeld,
             kind::EXPECT => {
-                let (named, attempt, source, bytes, nonce) = read(kind, body)?;
-                Self::Expect { request: request(named), attempt: Tag(attempt), source: place(source), bytes, nonce }
+                let (named, attempt, source, nonce) = read(kind, body)?;
+                Self::Expect { request: request(named), attempt: Tag(attempt), source: place(source), nonce }
             }
             kind::START => {
                 let (named, epoch, delivered, Payload(with)) = read(kind, body)?;
@@ -190,8 +223,8 @@ impl ControlFrame {
                 to_gateway(named, ToGateway::CommitSource { epoch: Tag(epoch), attempt: Tag(attempt), frozen })
             }
             kind::ABORTED => {
-                let (named, epoch, attempt) = read(kind, body)?;
-                to_gateway(named, ToGateway::Aborted { epoch: Tag(epoch), attempt: Tag(attempt) })
+                let (named, epoch, attempt, why) = read(kind, body)?;
+                reasoned(named, ToGateway::Aborted { epoch: Tag(epoch), attempt: Tag(attempt) }, why)
             }
             kind::WITHDRAW => {
                 let (named, attempt) = read(kind, body)?;
@@ -202,8 +235,16 @@ impl ControlFrame {
                 to_gateway(named, ToGateway::Stopped { upto: Tag(upto) })
             }
             kind::LOST => {
-                let (named, epoch) = read(kind, body)?;
-                to_gateway(named, ToGateway::Lost { epoch: Tag(epoch) })
+                let (named, epoch, why) = read(kind, body)?;
+                reasoned(named, ToGateway::Lost { epoch: Tag(epoch) }, why)
+            }
+            kind::SCHEDULED => {
+                let (named, epoch, cached, waited_us) = read(kind, body)?;
+                Self::Scheduled { request: request(named), epoch: Tag(epoch), cached, waited_us }
+            }
+            kind::MOVED => {
+                let (named, attempt, bytes, held, rounds, gap_us) = read(kind, body)?;
+                Self::Moved { request: request(named), attempt: Tag(attempt), copied: Copied { bytes, held, rounds, gap_us } }
             }
             _ => return Err(FrameError::UnknownKind(kind)),
         })

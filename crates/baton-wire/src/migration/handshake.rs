@@ -9,6 +9,8 @@
 //! A proof is HMAC-SHA-256 by the fleet key over a name of the role and both hellos as they were sent, so that it is good for this
 //! connection alone. The keys of the frames come from the fleet key and both hellos by HKDF-SHA-256, one for each direction.
 
+use baton_migration::{GatewayName, Place};
+use baton_units::{Incarnation, ReplicaId};
 use hkdf::Hkdf;
 use hmac::{Hmac, KeyInit, Mac};
 use serde::{Deserialize, Serialize};
@@ -100,6 +102,16 @@ impl Hello {
     pub fn from_body(body: &[u8]) -> Result<Self, HelloError> {
         let hello: Self = rmp_serde::from_slice(body).map_err(|error| HelloError::Malformed(error.to_string()))?;
         if hello.version == VERSION { Ok(hello) } else { Err(HelloError::Version(hello.version)) }
+    }
+
+    /// Of a replica, also as a source.
+    pub fn place(&self) -> Place {
+        Place { replica: ReplicaId(self.id as u32), incarnation: Incarnation(self.incarnation) }
+    }
+
+    /// Of a gateway.
+    pub fn gateway_name(&self) -> GatewayName {
+        GatewayName { id: self.id, incarnation: self.incarnation }
     }
 }
 

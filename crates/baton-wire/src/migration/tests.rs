@@ -21,14 +21,15 @@ fn token(id: u32) -> OutputEntry {
 
 fn control_frames() -> Vec<ControlFrame> {
     let seat = |message, with: &[u8]| ControlFrame::ToSeat { request: request(), message, with: with.to_vec() };
-    let gateway = |message| ControlFrame::ToGateway { request: request(), message };
+    let reasoned = |message, why: &str| ControlFrame::ToGateway { request: request(), message, why: why.to_owned() };
+    let gateway = |message| reasoned(message, "");
     let (epoch, attempt) = (Tag(3), Tag(4));
     vec![
         ControlFrame::Heartbeat(Heartbeat { sequence: 1, steps: 2, step_predicted_us: 3, waiting: 4, running: 5 }),
         ControlFrame::Lease { sequence: u64::MAX },
         ControlFrame::Holds { request: request(), phase: Phase::Withdrawing, tag: attempt, entries: 9 },
         ControlFrame::AllHeld,
-        ControlFrame::Expect { request: request(), attempt, source: place(1), bytes: 1 << 40, nonce: [200; 16] },
+        ControlFrame::Expect { request: request(), attempt, source: place(1), nonce: [200; 16] },
         seat(ToSeat::Start { epoch, delivered: vec![token(5), OutputEntry::Finish(FinishReason::StopToken(2))] }, b"what to run"),
         seat(ToSeat::Keep { epoch, next: 2 }, b""),
         seat(ToSeat::Move { epoch, attempt, target: place(0) }, b"where"),
@@ -40,10 +41,13 @@ fn control_frames() -> Vec<ControlFrame> {
         gateway(ToGateway::Output { epoch, index: 1, entry: OutputEntry::Finish(FinishReason::EndOfSequence) }),
         gateway(ToGateway::CommitTarget { epoch, attempt, frozen: 2 }),
         gateway(ToGateway::CommitSource { epoch, attempt, frozen: 2 }),
-        gateway(ToGateway::Aborted { epoch, attempt }),
+        reasoned(ToGateway::Aborted { epoch, attempt }, "the target refuses"),
         gateway(ToGateway::Withdraw { attempt }),
         gateway(ToGateway::Stopped { upto: epoch }),
         gateway(ToGateway::Lost { epoch }),
+        reasoned(ToGateway::Lost { epoch }, "it never fits"),
+        ControlFrame::Scheduled { request: request(), epoch, cached: 32, waited_us: 1 << 40 },
+        ControlFrame::Moved { request: request(), attempt, copied: Copied { bytes: 1 << 40, held: 2, rounds: 3, gap_us: 4_000 } },
     ]
 }
 
@@ -94,7 +98,11 @@ fn frames_come_out_as_they_went_in() {
 #[test]
 fn log_probabilities_travel_although_equality_leaves_them_out() {
     let OutputEntry::Token { logprobs: sent, .. } = token(5) else { unreachable!() };
-    let frame = ControlFrame::ToGateway { request: request(), message: ToGateway::Output { epoch: Tag(1), index: 0, entry: token(5) } };
+    let frame = ControlFrame::ToGateway {
+        request: request(),
+        message: ToGateway::Output { epoch: Tag(1), index: 0, entry: token(5) },
+        why: String::new(),
+    };
     let mut bytes = Vec::new();
     frame.seal(&mut Sealer::new(None), &mut bytes);
     let Opened { kind, body, .. } = Opener::new(None).open(&bytes).unwrap().unwrap();

@@ -1,11 +1,9 @@
-//! A connection of the migration protocol: the handshake, then frames.
-
 use std::{sync::Arc, time::Duration};
 
-use baton_units::BlockSize;
+use baton_migration::GatewayName;
 use baton_wire::migration::{
     BlockHeader, ControlFrame, FrameError, HEADER_BYTES, KvFrame, MAC_BYTES, Opener, Sealer,
-    handshake::{FleetKey, Hello, HelloError, PROOF_BYTES, Role, Side, Transcript},
+    handshake::{FleetKey, Hello, HelloError, PROOF_BYTES, Role, Side, Transcript, VERSION},
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt, BufReader, BufWriter},
@@ -15,21 +13,32 @@ use tokio::{
     },
 };
 
-/// Whoever does not say who it is within this is not waited for.
+/// Whoever connects and does not say who it is within this is not waited for.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What a replica says and demands of whoever connects.
+/// What a process says of itself and demands of the other side.
 #[derive(Debug, Clone)]
-pub(super) struct Identity {
+pub struct Identity {
     /// Its nonce is drawn anew for each connection, and its role is that of the connection.
-    pub(super) hello: Hello,
-    pub(super) fleet_key: Option<Arc<FleetKey>>,
-    /// Of the engine's KV.
-    pub(super) block_size: BlockSize,
+    pub hello: Hello,
+    /// With a key, both sides prove that they know it, and all frames are authentic.
+    pub fleet_key: Option<Arc<FleetKey>>,
 }
 
+/// A connection whose sides know each other.
+#[derive(Debug)]
+pub struct Connection {
+    /// What the other side said of itself. Without a fleet key nothing proves it.
+    pub hello: Hello,
+    pub reader: FrameReader,
+    pub writer: FrameWriter,
+}
+
+/// Why there is no connection, or why one ended.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum ConnectionError {
+pub enum ConnectionError {
+    #[error("{address} cannot be reached: {error}")]
+    Unreachable { address: String, error: std::io::Error },
     #[error(transparent)]
     Io(#[from] std::io::Error),
     #[error(transparent)]
@@ -38,44 +47,74 @@ pub(super) enum ConnectionError {
     Frame(#[from] FrameError),
     #[error("the other side is a {0:?}, which has nothing to do here")]
     Role(Role),
-    #[error("the other side did not introduce itself within {PATIENCE:?}")]
-    Silent,
+    #[error("the other side did not introduce itself within {0:?}")]
+    Silent(Duration),
     #[error("the system gives no random numbers: {0}")]
     Random(getrandom::Error),
 }
 
 /// A frame as it came.
-pub(super) struct Raw {
-    pub(super) kind: u16,
+#[derive(Debug)]
+pub struct Raw {
+    pub kind: u16,
     /// Of a block frame, its header alone.
-    pub(super) body: Vec<u8>,
+    pub body: Vec<u8>,
     /// The bytes of a block.
-    pub(super) payload: Vec<u8>,
+    pub payload: Vec<u8>,
 }
 
-pub(super) struct FrameReader {
+/// The frames that come.
+#[derive(Debug)]
+pub struct FrameReader {
     stream: BufReader<OwnedReadHalf>,
     opener: Opener,
 }
 
-pub(super) struct FrameWriter {
+/// Where frames go out.
+#[derive(Debug)]
+pub struct FrameWriter {
     stream: BufWriter<OwnedWriteHalf>,
     sealer: Sealer,
     sealed: Vec<u8>,
 }
 
+/// Connects to `host:port` and introduces both sides to each other, within `timeout` for all of it. `role` is what this side is on the
+/// connection; the other one must be a replica.
+pub async fn dial(address: &str, identity: &Identity, role: Role, timeout: Duration) -> Result<Connection, ConnectionError> {
+    let connect = async {
+        let connected = TcpStream::connect(address).await;
+        let stream = connected.map_err(|error| ConnectionError::Unreachable { address: address.to_owned(), error })?;
+        identity.introduce(stream, Side::Dialer, role).await
+    };
+    let connection = tokio::time::timeout(timeout, connect).await.map_err(|_| ConnectionError::Silent(timeout))??;
+    if connection.hello.role == Role::Replica { Ok(connection) } else { Err(ConnectionError::Role(connection.hello.role)) }
+}
+
 impl Identity {
-    /// Introduces both sides to each other; returns what the other one said.
-    pub(super) async fn shake_hands(
-        &self,
-        stream: TcpStream,
-        side: Side,
-        role: Role,
-    ) -> Result<(Hello, FrameReader, FrameWriter), ConnectionError> {
-        tokio::time::timeout(PATIENCE, self.introduce(stream, side, role)).await.map_err(|_| ConnectionError::Silent)?
+    /// A gateway, which computes nothing and takes no KV.
+    pub fn of_gateway(name: GatewayName, fleet_key: Option<Arc<FleetKey>>) -> Self {
+        let hello = Hello {
+            version: VERSION,
+            role: Role::Gateway,
+            id: name.id,
+            incarnation: name.incarnation,
+            numerics_id: String::new(),
+            kv_layout: None,
+            freeze: None,
+            kv_address: None,
+            nonce: [0; 32],
+        };
+        Self { hello, fleet_key }
     }
 
-    async fn introduce(&self, stream: TcpStream, side: Side, role: Role) -> Result<(Hello, FrameReader, FrameWriter), ConnectionError> {
+    /// As a replica, introduces itself to who connected, which must be a `wanted`, and is waited for for 10 s.
+    pub async fn accept(&self, stream: TcpStream, wanted: Role) -> Result<Connection, ConnectionError> {
+        let introduced = tokio::time::timeout(PATIENCE, self.introduce(stream, Side::Listener, Role::Replica));
+        let connection = introduced.await.map_err(|_| ConnectionError::Silent(PATIENCE))??;
+        if connection.hello.role == wanted { Ok(connection) } else { Err(ConnectionError::Role(connection.hello.role)) }
+    }
+
+    async fn introduce(&self, stream: TcpStream, side: Side, role: Role) -> Result<Connection, ConnectionError> {
         // A token must not wait for the acknowledgement of the one before.
         stream.set_nodelay(true)?;
         let (read, write) = stream.into_split();
@@ -112,7 +151,7 @@ impl Identity {
             }
         };
         let writer = FrameWriter { stream: write, sealer: Sealer::new(keys.0), sealed: Vec::new() };
-        Ok((other, FrameReader { stream: read, opener: Opener::new(keys.1) }, writer))
+        Ok(Connection { hello: other, reader: FrameReader { stream: read, opener: Opener::new(keys.1) }, writer })
     }
 }
 
@@ -134,7 +173,7 @@ async fn read_hello(read: &mut BufReader<OwnedReadHalf>) -> Result<Vec<u8>, Conn
 impl FrameReader {
     /// The next frame; an end of the connection is an error of kind `UnexpectedEof`. Must not be dropped before it returns, unless
     /// nothing more is read.
-    pub(super) async fn read(&mut self) -> Result<Raw, ConnectionError> {
+    pub async fn read(&mut self) -> Result<Raw, ConnectionError> {
         let mut head = [0; HEADER_BYTES];
         self.stream.read_exact(&mut head).await?;
         let header = self.opener.header(&head)?;
@@ -148,24 +187,32 @@ impl FrameReader {
         self.opener.check(&head, &body, trailer)?;
         Ok(Raw { kind: header.kind, body, payload })
     }
+
+    /// The next frame of a control connection; as [`Self::read`].
+    pub async fn control(&mut self) -> Result<ControlFrame, ConnectionError> {
+        let raw = self.read().await?;
+        Ok(ControlFrame::decode(raw.kind, &raw.body)?)
+    }
 }
 
 impl FrameWriter {
     /// Until [`Self::flush`] it may lie in a buffer.
-    pub(super) async fn control(&mut self, frame: &ControlFrame) -> std::io::Result<()> {
+    pub async fn control(&mut self, frame: &ControlFrame) -> std::io::Result<()> {
         self.sealed.clear();
         frame.seal(&mut self.sealer, &mut self.sealed);
         self.stream.write_all(&self.sealed).await
     }
 
-    pub(super) async fn kv(&mut self, frame: &KvFrame) -> std::io::Result<()> {
+    /// Sends the frame at once.
+    pub async fn kv(&mut self, frame: &KvFrame) -> std::io::Result<()> {
         self.sealed.clear();
         frame.seal(&mut self.sealer, &mut self.sealed);
         self.stream.write_all(&self.sealed).await?;
         self.stream.flush().await
     }
 
-    pub(super) async fn block(&mut self, header: BlockHeader, bytes: &[u8]) -> std::io::Result<()> {
+    /// Sends the bytes of a block from where they lie, behind its header.
+    pub async fn block(&mut self, header: BlockHeader, bytes: &[u8]) -> std::io::Result<()> {
         let (before, mac) = KvFrame::seal_block(header, bytes.len(), &mut self.sealer);
         self.stream.write_all(&before).await?;
         self.stream.write_all(bytes).await?;
@@ -175,7 +222,8 @@ impl FrameWriter {
         self.stream.flush().await
     }
 
-    pub(super) async fn flush(&mut self) -> std::io::Result<()> {
+    /// Sends what lies in the buffer.
+    pub async fn flush(&mut self) -> std::io::Result<()> {
         self.stream.flush().await
     }
 }
