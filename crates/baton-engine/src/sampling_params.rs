@@ -2,6 +2,8 @@ use std::ops::Deref;
 
 use serde::{Deserialize, Serialize};
 
+use crate::FinishReason;
+
 /// Below this temperature sampling is greedy, as in vLLM.
 const GREEDY_BELOW: f32 = 1e-5;
 /// Lowest temperature that divides logits without overflow; a smaller one above [`GREEDY_BELOW`] is raised to it, as in vLLM.
@@ -56,6 +58,20 @@ impl Default for SamplingOptions {
             min_tokens: 0,
             max_tokens: None,
             logprobs: None,
+        }
+    }
+}
+
+impl SamplingOptions {
+    /// Why an output of `tokens` tokens ends with `last`, as far as its request and the model's `eos` decide it; `None` when it goes on,
+    /// unless model or pool hold no longer sequence. Takes `stop_token_ids` ascending, as [`SamplingParams`] have them.
+    pub fn end_after(&self, last: u32, tokens: u32, eos: &[u32]) -> Option<FinishReason> {
+        if !self.ignore_eos && eos.contains(&last) {
+            Some(FinishReason::EndOfSequence)
+        } else if self.stop_token_ids.binary_search(&last).is_ok() {
+            Some(FinishReason::StopToken(last))
+        } else {
+            self.max_tokens.is_some_and(|max| tokens >= max).then_some(FinishReason::Length)
         }
     }
 }
@@ -229,6 +245,16 @@ mod tests {
         assert!(at(1e-6).is_greedy());
         assert_eq!(at(1e-3).temperature, TEMPERATURE_MIN);
         assert_eq!(at(0.7).temperature, 0.7);
+    }
+
+    #[test]
+    fn the_token_decides_before_the_length() {
+        let options = SamplingOptions { stop_token_ids: vec![7, 9], max_tokens: Some(3), ..SamplingOptions::default() };
+        let end = |last, tokens| options.end_after(last, tokens, &[2, 9]);
+        assert_eq!([end(5, 2), end(5, 3)], [None, Some(FinishReason::Length)]);
+        assert_eq!([end(7, 3), end(9, 1)], [Some(FinishReason::StopToken(7)), Some(FinishReason::EndOfSequence)]);
+        let past_eos = SamplingOptions { ignore_eos: true, ..options.clone() };
+        assert_eq!([past_eos.end_after(2, 1, &[2, 9]), past_eos.end_after(9, 1, &[2, 9])], [None, Some(FinishReason::StopToken(9))]);
     }
 
     #[test]

@@ -4,7 +4,6 @@ mod admin;
 mod chat;
 mod completions;
 mod generate;
-mod logprobs;
 mod tokenize;
 
 use std::sync::Arc;
@@ -16,10 +15,10 @@ use axum::{
     response::Response,
     routing::{get, post},
 };
-use baton_engine::Order;
-use baton_text::{TemplateError, Tokenizer};
+use baton_openai::{Service, Understood};
+use baton_text::TemplateError;
 use baton_wire::{
-    openai::{ErrorBody, Head, Sampling, parse},
+    openai::{ErrorBody, ErrorResponse, Head, Sampling, parse},
     replica::{KvEventSource, MigrationSource},
     sse,
 };
@@ -35,7 +34,6 @@ use crate::{
     driver::EngineHandle,
     generation::{Generation, Step, engine_gone},
     metrics::Metrics,
-    request::Limits,
 };
 
 /// A prompt of 128k token ids is about 1 MB of JSON; a batch of them must still fit.
@@ -46,11 +44,10 @@ const TEXT_INLINE_MAX: usize = 4096;
 /// What every handler works with.
 pub(crate) struct App {
     pub(crate) config: ReplicaConfig,
-    pub(crate) tokenizer: Arc<Tokenizer>,
+    pub(crate) service: Arc<Service>,
     pub(crate) engine: EngineHandle,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) clock: Clock,
-    pub(crate) limits: Limits,
     pub(crate) kv_events: Option<KvEventSource>,
     pub(crate) migration: Option<MigrationSource>,
     pub(crate) numerics_id: String,
@@ -139,22 +136,12 @@ impl App {
         })
     }
 
-    /// The wire's priority within the engine's range; an engine that goes by arrival alone takes none.
-    fn priority(&self, asked: Option<i64>) -> Result<i32, ErrorBody> {
-        let asked = asked.unwrap_or(0);
-        if asked != 0 && self.config.engine.order == Order::Arrival {
-            let message = format!("Got priority {asked} but Priority scheduling is not enabled.");
-            return Err(ErrorBody::new(400, "BadRequestError", Some("priority"), message));
-        }
-        Ok(asked.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as i32)
-    }
-
     /// Tokens of a text, without holding up other requests when it is long.
     async fn encode(&self, text: String, add_special: bool) -> Vec<u32> {
         if text.len() <= TEXT_INLINE_MAX {
-            return self.tokenizer.encode(&text, add_special);
+            return self.service.tokenizer.encode(&text, add_special);
         }
-        let tokenizer = Arc::clone(&self.tokenizer);
+        let tokenizer = Arc::clone(&self.service.tokenizer);
         tokio::task::spawn_blocking(move || tokenizer.encode(&text, add_special)).await.expect("encoding does not panic")
     }
 
@@ -176,7 +163,7 @@ impl App {
             return Err(ErrorBody::new(400, "BadRequestError", Some("messages"), "You must pass at least one message"));
         }
         let none = Map::new();
-        let prompt = self.tokenizer.render_chat(messages, tools, add_generation_prompt, kwargs.unwrap_or(&none));
+        let prompt = self.service.tokenizer.render_chat(messages, tools, add_generation_prompt, kwargs.unwrap_or(&none));
         let mut prompt = prompt.map_err(|error| template_error(&error))?;
         if continue_final_message {
             let last = messages.as_array().and_then(|messages| messages.last()).map(|message| &message["content"]);
@@ -203,48 +190,31 @@ fn request_id(headers: &HeaderMap, sampling: &Sampling) -> String {
     named.or(sampling.request_id.as_deref()).map_or_else(|| format!("{:016x}", fastrand::u64(..)), str::to_owned)
 }
 
-/// The wire's signed seed as the engine takes it, or a new one.
-fn seed(sampling: &Sampling) -> u64 {
-    sampling.seed.map_or_else(|| fastrand::u64(..), i64::cast_unsigned)
+/// Runs a request, and answers with its stream or, when it is complete, its body. `name`: the id of each prompt for `/abort_requests`.
+async fn respond_to(app: &App, understood: Understood, name: impl Fn(usize) -> String) -> Result<Response, ErrorBody> {
+    let stream = understood.stream;
+    let generation = Generation::start(&app.engine, understood, name).await?;
+    if stream {
+        return Ok(respond(StatusCode::OK, "text/event-stream; charset=utf-8", Body::from_stream(events(generation))));
+    }
+    Ok(respond(StatusCode::OK, "application/json", Body::from(generation.whole().await?)))
 }
 
-/// Turns what happens to a request into events of its API.
-trait Format: Send + 'static {
-    /// Events for one piece; `generation` has the counts.
-    fn piece(&mut self, generation: &Generation, index: u32, piece: crate::choice::Piece, tokens: u32) -> Vec<Bytes>;
-    /// Events after the last piece and before the end mark.
-    fn end(&mut self, generation: &Generation) -> Vec<Bytes>;
-}
-
-/// A stream of events that ends with `[DONE]`, after an error event if the engine failed.
-fn stream_response(generation: Generation, format: impl Format) -> Response {
-    respond(StatusCode::OK, "text/event-stream; charset=utf-8", Body::from_stream(events(generation, format)))
-}
-
-fn events(generation: Generation, format: impl Format) -> impl Stream<Item = Result<Bytes, std::convert::Infallible>> {
-    stream::unfold((generation, format, Vec::new().into_iter(), false), |(mut generation, mut format, mut ready, mut ended)| async move {
-        loop {
-            if let Some(event) = ready.next() {
-                return Some((Ok(event), (generation, format, ready, ended)));
-            }
-            if ended {
-                return None;
-            }
-            let events = match generation.next().await {
-                Step::Piece { index, piece, tokens } => format.piece(&generation, index, piece, tokens),
-                Step::Done => {
-                    ended = true;
-                    let mut events = format.end(&generation);
-                    events.push(Bytes::from_static(sse::DONE));
-                    events
-                }
+/// One event at a time, so that each is a chunk of its own as at vLLM; an error event and the end mark if the engine failed.
+fn events(generation: Generation) -> impl Stream<Item = Result<Bytes, std::convert::Infallible>> {
+    stream::unfold((generation, Bytes::new(), false), |(mut generation, mut ready, mut ended)| async move {
+        if ready.is_empty() && !ended {
+            (ready, ended) = match generation.next().await {
+                Step::Events(events) => (events, false),
+                Step::Done(events) => (events, true),
                 Step::Failed => {
-                    ended = true;
-                    let error = sse::encode_json(&baton_wire::openai::ErrorResponse { error: engine_gone() });
-                    vec![error, Bytes::from_static(sse::DONE)]
+                    let mut events = Vec::new();
+                    sse::write_json(&ErrorResponse { error: engine_gone() }, &mut events);
+                    events.extend_from_slice(sse::DONE);
+                    (events.into(), true)
                 }
             };
-            ready = events.into_iter();
         }
+        (!ready.is_empty()).then(|| (Ok(sse::take_written(&mut ready)), (generation, ready, ended)))
     })
 }

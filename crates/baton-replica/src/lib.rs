@@ -7,7 +7,6 @@
 //! an emulated engine for load tests of this or any router. This crate decides nothing about scheduling and routes nothing; it does
 //! no TLS, and asks nobody who they are but those who come by the migration protocol where there is a fleet key.
 
-mod choice;
 mod clock;
 mod config;
 mod driver;
@@ -16,9 +15,7 @@ mod http;
 mod kv_publisher;
 mod metrics;
 mod migration;
-mod request;
 mod serve;
-mod stop;
 
 pub use config::{KvEventsConfig, MigrationConfig, Pace, ReplicaConfig};
 pub use migration::MigrationError;

@@ -4,7 +4,8 @@ use std::{
 };
 
 use axum::serve::ListenerExt;
-use baton_engine::{ConfigError, Engine, Executor, Numerics};
+use baton_engine::{ConfigError, Engine, Executor, Numerics, Order};
+use baton_openai::{Limits, Service};
 use baton_text::Tokenizer;
 use tokio::{
     net::TcpListener,
@@ -19,7 +20,6 @@ use crate::{
     kv_publisher::KvPublisher,
     metrics::Metrics,
     migration::{Listeners, Migration, MigrationError},
-    request::Limits,
 };
 
 /// Why a replica does not serve, or stopped.
@@ -65,7 +65,13 @@ pub async fn serve(
         None => None,
     };
     let metrics = Arc::new(Metrics::default());
-    let limits = Limits { max_model_len: engine.max_model_len().0, vocabulary: u64::from(config.engine.vocabulary) };
+    let service = Service {
+        tokenizer,
+        limits: Limits { max_model_len: engine.max_model_len().0, vocabulary: u64::from(config.engine.vocabulary) },
+        eos: config.engine.eos.clone(),
+        block_size: config.engine.block_size,
+        orders_by_priority: config.engine.order != Order::Arrival,
+    };
     let numerics = Numerics::of(executor.as_ref());
     let modelled = matches!(config.pace, Pace::Modelled { .. });
     let kv_events = publisher.as_ref().map(|publisher| publisher.sender.clone());
@@ -79,11 +85,10 @@ pub async fn serve(
     });
     let app = App {
         config,
-        tokenizer,
+        service: Arc::new(service),
         engine: engine.clone(),
         metrics,
         clock,
-        limits,
         kv_events: publisher.as_ref().map(|publisher| publisher.source.clone()),
         migration: migration.as_ref().map(|migration| migration.source.clone()),
         numerics_id: numerics.id,

@@ -1,7 +1,7 @@
 //! Server-sent events (WHATWG HTML, section 9.2), as OpenAI servers use them.
 
 use bytes::{Bytes, BytesMut};
-use memchr::memchr2;
+use memchr::{memchr2, memmem};
 use serde::Serialize;
 
 /// Ends every OpenAI stream.
@@ -179,10 +179,22 @@ fn fields(raw: &Bytes) -> (Option<Bytes>, Option<Bytes>) {
 
 /// An event without a name whose data is the JSON of `value`.
 pub fn encode_json(value: &impl Serialize) -> Bytes {
-    let mut bytes = b"data: ".to_vec();
-    serde_json::to_writer(&mut bytes, value).expect("wire types serialize");
-    bytes.extend_from_slice(b"\n\n");
+    let mut bytes = Vec::new();
+    write_json(value, &mut bytes);
     bytes.into()
+}
+
+/// Appends what [`encode_json`] gives.
+pub fn write_json(value: &impl Serialize, out: &mut Vec<u8>) {
+    out.extend_from_slice(b"data: ");
+    serde_json::to_writer(&mut *out, value).expect("wire types serialize");
+    out.extend_from_slice(b"\n\n");
+}
+
+/// Takes the first of events that [`write_json`] wrote, or of [`DONE`], off the front; copies nothing.
+pub fn take_written(events: &mut Bytes) -> Bytes {
+    let end = memmem::find(events, b"\n\n").map_or(events.len(), |at| at + 2);
+    events.split_to(end)
 }
 
 /// An event with any data; each line of it becomes one `data` field. A lone `\r` counts as a line end, as it does for every reader.
@@ -251,6 +263,17 @@ mod tests {
         assert!(decoder.push(b"data: a\n\ndata: b\n\n").next().is_some());
         let rest: Vec<_> = decoder.push(b"").map(Result::unwrap).collect();
         assert_eq!(data(&rest), [Some("b")]);
+    }
+
+    #[test]
+    fn written_events_are_taken_one_by_one() {
+        let mut out = Vec::new();
+        write_json(&"a\n\nb", &mut out);
+        write_json(&serde_json::json!({ "c": "\n\n" }), &mut out);
+        out.extend_from_slice(DONE);
+        let mut events = Bytes::from(out);
+        let taken: Vec<Bytes> = std::iter::from_fn(|| (!events.is_empty()).then(|| take_written(&mut events))).collect();
+        assert_eq!(taken, [encode_json(&"a\n\nb"), encode_json(&serde_json::json!({ "c": "\n\n" })), Bytes::from_static(DONE)]);
     }
 
     proptest! {

@@ -213,14 +213,6 @@ pub(super) fn end_reason(
     eos: &[u32],
     length_limit: Tokens,
 ) -> Option<FinishReason> {
-    let &last = output.last()?;
-    if !params.ignore_eos && eos.contains(&last) {
-        Some(FinishReason::EndOfSequence)
-    } else if params.stop_token_ids.binary_search(&last).is_ok() {
-        Some(FinishReason::StopToken(last))
-    } else if params.max_tokens.is_some_and(|max| output.len() as u32 >= max) || total >= length_limit {
-        Some(FinishReason::Length)
-    } else {
-        None
-    }
+    let by_request = params.end_after(*output.last()?, output.len() as u32, eos);
+    by_request.or_else(|| (total >= length_limit).then_some(FinishReason::Length))
 }

@@ -47,7 +47,7 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> Response {
 pub(super) async fn models(State(app): State<Arc<App>>) -> Response {
     let created = app.clock.start_unix_s() as u64;
     let root = |name: &String| app.config.model_root.clone().unwrap_or_else(|| name.clone());
-    let card = |name: &String| ModelCard::new(name, "baton", created, Some(root(name)), app.limits.max_model_len);
+    let card = |name: &String| ModelCard::new(name, "baton", created, Some(root(name)), app.service.limits.max_model_len);
     json_response(StatusCode::OK, &ModelList::new(app.config.models.iter().map(card).collect()))
 }
 
@@ -115,7 +115,7 @@ pub(super) async fn report(State(app): State<Arc<App>>) -> Response {
         waiting: status.waiting,
         running: status.running,
         prefill_backlog_tokens: u64::from(status.prefill_backlog.0),
-        max_model_len: app.limits.max_model_len,
+        max_model_len: app.service.limits.max_model_len,
         max_running: config.engine.max_running,
         token_budget: status.token_budget.0,
         time_scale: config.pace.time_scale(),

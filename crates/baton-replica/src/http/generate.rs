@@ -6,24 +6,20 @@ use axum::{
     extract::{State, rejection::BytesRejection},
     response::Response,
 };
+use baton_openai::{
+    Answer, Asked, End, Format, Piece, Progress, Prompt, Token, Understood, check_prompt, check_supported, choices, output_limit_or_short,
+    own_logprob, sampling_options, text_options, with_max_tokens, written_logprob,
+};
 use baton_wire::{
     openai::{ErrorBody, Sampling, StreamOptions, Usage},
     sse,
 };
 use bytes::Bytes;
-use http::{HeaderMap, StatusCode};
+use http::HeaderMap;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::{App, Format, answer, json_response, logprobs, read, request_id, seed, stream_response};
-use crate::{
-    choice::{End, Piece, Token},
-    generation::{Common, Generation, Prepared, Step, engine_gone},
-    request::{Asked, check_prompt, check_supported, choices, output_limit, sampling_options, text_options, with_max_tokens},
-};
-
-/// Output tokens where none are named, as in vLLM's sampling parameters.
-const MAX_TOKENS_DEFAULT: u32 = 16;
+use super::{App, answer, read, request_id, respond_to};
 
 #[derive(Debug, Deserialize)]
 struct GenerateRequest {
@@ -63,40 +59,33 @@ async fn serve(app: &Arc<App>, headers: &HeaderMap, body: Result<Bytes, BytesRej
     let sampling = Sampling { request_id: request.request_id, stream: request.stream, stream_options: request.stream_options, ..sampling };
     let model = app.model(request.model.as_deref())?;
     check_supported(&sampling, &rest)?;
-    check_prompt(&request.token_ids, app.limits)?;
-    let fits = app.limits.max_model_len.saturating_sub(request.token_ids.len() as u32);
-    let wanted = sampling.max_tokens.or(Some(MAX_TOKENS_DEFAULT.min(fits)).filter(|&tokens| tokens > 0));
-    let max_tokens = output_limit(request.token_ids.len(), wanted, app.limits)?;
+    let (tokens, limits) = (request.token_ids, app.service.limits);
+    check_prompt(&tokens, limits)?;
+    let max_tokens = output_limit_or_short(tokens.len(), sampling.max_tokens, limits)?;
     let options = sampling_options(&sampling, Asked { max_tokens: Some(max_tokens), logprobs })?;
-    let params = with_max_tokens(&options, max_tokens, &sampling, app.limits)?;
-    let common = Common {
-        choices: choices(&sampling, 1)?,
-        seed: seed(&sampling),
-        priority: app.priority(request.priority)?,
-        salt: request.cache_salt,
-        text: text_options(&sampling)?,
-    };
+    let params = with_max_tokens(&options, max_tokens, &sampling, limits)?;
+    let choices = choices(&sampling, 1)?;
+    let priority = app.service.priority(request.priority)?;
+    let text = text_options(&sampling)?;
     let id = format!("generate-tokens-{}", request_id(headers, &sampling));
-    let prepared = Prepared { tokens: request.token_ids, params, name: id.clone() };
-    let generation = Generation::start(&app.engine, &app.tokenizer, vec![prepared], &common).await?;
-    let shape = Shape { id, logprobs: logprobs.is_some(), usage: sampling.includes_usage() };
-    if sampling.is_stream() {
-        return Ok(stream_response(generation, shape));
-    }
-    shape.whole(generation, &model, app.clock.unix_now_s()).await
+    let shape = Shape { id: id.clone(), logprobs: logprobs.is_some() };
+    let stream = sampling.is_stream();
+    let format: Box<dyn Format> = if stream {
+        Box::new(Stream { shape, usage: sampling.includes_usage() })
+    } else {
+        let gathered = (0..choices).map(|_| Gathered::default()).collect();
+        Box::new(Whole { shape, model, created: app.clock.unix_now_s(), gathered })
+    };
+    let prompts = vec![Prompt { tokens, params }];
+    let answer = Answer::new(&app.service, &prompts, choices, &text, format);
+    let seed = sampling.seed.map_or_else(|| fastrand::u64(..), i64::cast_unsigned);
+    let understood = Understood { prompts, choices, seed, priority, salt: request.cache_salt, stream, answer };
+    respond_to(app, understood, |_| id.clone()).await
 }
 
 struct Shape {
     id: String,
     logprobs: bool,
-    /// A last event with the usage.
-    usage: bool,
-}
-
-#[derive(Default)]
-struct Gathered {
-    tokens: Vec<Token>,
-    end: Option<End>,
 }
 
 impl Shape {
@@ -114,29 +103,47 @@ impl Shape {
             "logprobs": logprobs,
         })
     }
+}
 
-    async fn whole(self, mut generation: Generation, model: &str, created: u64) -> Result<Response, ErrorBody> {
-        let mut gathered: Vec<Gathered> = (0..generation.choice_count()).map(|_| Gathered::default()).collect();
-        loop {
-            match generation.next().await {
-                Step::Piece { index, piece, .. } => {
-                    let choice = &mut gathered[index as usize];
-                    choice.tokens.extend(piece.token);
-                    choice.end = piece.end;
-                }
-                Step::Done => break,
-                Step::Failed => return Err(engine_gone()),
-            }
-        }
-        let counts = generation.counts();
+fn logprob(token: &Token) -> Value {
+    let rank = token.top.iter().position(|&(other, _)| other == token.id).map(|index| index + 1);
+    let top: Vec<Value> = (1..)
+        .zip(&token.top)
+        .map(|(rank, &(token, logprob))| json!({ "token_id": token, "logprob": written_logprob(logprob), "rank": rank }))
+        .collect();
+    json!({ "token_id": token.id, "logprob": own_logprob(token), "rank": rank, "top_logprobs": top })
+}
+
+struct Whole {
+    shape: Shape,
+    model: String,
+    created: u64,
+    gathered: Vec<Gathered>,
+}
+
+#[derive(Default)]
+struct Gathered {
+    tokens: Vec<Token>,
+    end: Option<End>,
+}
+
+impl Format for Whole {
+    fn piece(&mut self, _progress: &Progress, index: u32, piece: Piece, _out: &mut Vec<u8>) {
+        let choice = &mut self.gathered[index as usize];
+        choice.tokens.extend(piece.token);
+        choice.end = piece.end;
+    }
+
+    fn end(&mut self, progress: &Progress, out: &mut Vec<u8>) {
+        let counts = progress.counts();
         let choices: Vec<Value> = (0..)
-            .zip(&gathered)
-            .map(|(index, choice)| self.choice(index, &choice.tokens, choice.end.as_ref(), choice.tokens.len() as u32))
+            .zip(&self.gathered)
+            .map(|(index, choice)| self.shape.choice(index, &choice.tokens, choice.end.as_ref(), choice.tokens.len() as u32))
             .collect();
-        let answer = json!({
-            "request_id": self.id,
-            "model": model,
-            "created": created,
+        let body = json!({
+            "request_id": self.shape.id,
+            "model": self.model,
+            "created": self.created,
             "usage": Usage::completion(counts.prompt, counts.output, counts.cached),
             "prompt_logprobs": null,
             "prompt_token_id_logprobs": null,
@@ -148,32 +155,36 @@ impl Shape {
             "output_mode": "tokens",
             "choices": choices,
         });
-        Ok(json_response(StatusCode::OK, &answer))
-    }
-
-    fn event(&self, usage: Option<&Usage>, choices: &[Value]) -> Bytes {
-        sse::encode_json(&json!({ "request_id": self.id, "usage": usage, "output_mode": "tokens", "choices": choices }))
+        serde_json::to_writer(out, &body).expect("plain values serialize");
     }
 }
 
-fn logprob(token: &Token) -> Value {
-    let rank = token.top.iter().position(|&(other, _)| other == token.id).map(|index| index + 1);
-    let top: Vec<Value> = (1..)
-        .zip(&token.top)
-        .map(|(rank, &(token, logprob))| json!({ "token_id": token, "logprob": logprobs::written(logprob), "rank": rank }))
-        .collect();
-    json!({ "token_id": token.id, "logprob": logprobs::own(token), "rank": rank, "top_logprobs": top })
+struct Stream {
+    shape: Shape,
+    /// A last event with the usage.
+    usage: bool,
 }
 
-impl Format for Shape {
-    fn piece(&mut self, _generation: &Generation, index: u32, piece: Piece, tokens: u32) -> Vec<Bytes> {
+impl Format for Stream {
+    fn piece(&mut self, progress: &Progress, index: u32, piece: Piece, out: &mut Vec<u8>) {
         let token: Vec<Token> = piece.token.into_iter().collect();
-        vec![self.event(None, &[self.choice(index, &token, piece.end.as_ref(), tokens)])]
+        let choice = self.shape.choice(index, &token, piece.end.as_ref(), progress.tokens_of(index));
+        self.event(None, &[choice], out);
     }
 
-    fn end(&mut self, generation: &Generation) -> Vec<Bytes> {
-        let counts = generation.counts();
-        let usage = Usage::completion_stream(counts.prompt, counts.output, counts.cached);
-        self.usage.then(|| self.event(Some(&usage), &[])).into_iter().collect()
+    fn end(&mut self, progress: &Progress, out: &mut Vec<u8>) {
+        if self.usage {
+            let counts = progress.counts();
+            let usage = Usage::completion_stream(counts.prompt, counts.output, counts.cached);
+            self.event(Some(&usage), &[], out);
+        }
+        out.extend_from_slice(sse::DONE);
+    }
+}
+
+impl Stream {
+    fn event(&self, usage: Option<&Usage>, choices: &[Value], out: &mut Vec<u8>) {
+        let event = json!({ "request_id": self.shape.id, "usage": usage, "output_mode": "tokens", "choices": choices });
+        sse::write_json(&event, out);
     }
 }

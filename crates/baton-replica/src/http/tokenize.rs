@@ -33,9 +33,9 @@ async fn tokenized(app: &App, headers: &HeaderMap, body: Result<Bytes, BytesReje
         (None, None) => return Err(ErrorBody::missing_field("prompt")),
     };
     let tokens = app.encode(text, add_special).await;
-    let strs = || tokens.iter().map(|&token| app.tokenizer.token_str(token).unwrap_or_default()).collect();
+    let strs = || tokens.iter().map(|&token| app.service.tokenizer.token_str(token).unwrap_or_default()).collect();
     let token_strs = (request.return_token_strs == Some(true)).then(strs);
-    let answer = TokenizeResponse { count: tokens.len(), max_model_len: app.limits.max_model_len, tokens, token_strs };
+    let answer = TokenizeResponse { count: tokens.len(), max_model_len: app.service.limits.max_model_len, tokens, token_strs };
     Ok(json_response(StatusCode::OK, &answer))
 }
 
@@ -44,10 +44,10 @@ pub(super) async fn detokenize(State(app): State<Arc<App>>, headers: HeaderMap, 
     let detokenized = || {
         let request: DetokenizeRequest = read(&headers, body)?;
         app.model(request.model.as_deref())?;
-        if let Some(&token) = request.tokens.iter().find(|&&token| u64::from(token) >= app.limits.vocabulary) {
+        if let Some(&token) = request.tokens.iter().find(|&&token| u64::from(token) >= app.service.limits.vocabulary) {
             return Err(ErrorBody::token_out_of_vocabulary(u64::from(token)));
         }
-        let prompt = app.tokenizer.decode(&request.tokens, false);
+        let prompt = app.service.tokenizer.decode(&request.tokens, false);
         Ok(json_response(StatusCode::OK, &DetokenizeResponse { prompt }))
     };
     answer(detokenized())

@@ -1,34 +1,28 @@
-//! Requests of the wire checked and turned into what the engine takes. Refusals are worded as vLLM words them.
+//! Fields of the wire checked and turned into what the engine takes. Refusals are worded as vLLM words them.
 
 use baton_engine::{SamplingError, SamplingOptions, SamplingParams};
 use baton_wire::openai::{ErrorBody, Sampling};
 use serde_json::{Map, Value};
 
-use crate::choice::TextOptions;
+use crate::{Limits, TextOptions};
+
+/// Output tokens where none are named, as in OpenAI's completions and in vLLM's sampling parameters.
+const MAX_TOKENS_DEFAULT: u32 = 16;
 
 /// Choices of one HTTP request over all its prompts, at most; each is a sequence in the engine.
 const CHOICES_MAX: usize = 1024;
 
-/// What the model and its vocabulary allow.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Limits {
-    /// Tokens of prompt and output.
-    pub(crate) max_model_len: u32,
-    /// Largest token id plus one.
-    pub(crate) vocabulary: u64,
-}
-
 /// The API's own fields on top of [`Sampling`].
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Asked {
+pub struct Asked {
     /// Output tokens, if the client named a number.
-    pub(crate) max_tokens: Option<u32>,
+    pub max_tokens: Option<u32>,
     /// Candidates to report per token.
-    pub(crate) logprobs: Option<u32>,
+    pub logprobs: Option<u32>,
 }
 
 /// Checks a prompt's length and the output asked for against the model; returns the most output tokens.
-pub(crate) fn output_limit(prompt: usize, asked: Option<u32>, limits: Limits) -> Result<u32, ErrorBody> {
+pub fn output_limit(prompt: usize, asked: Option<u32>, limits: Limits) -> Result<u32, ErrorBody> {
     let limit = limits.max_model_len;
     let tokens = u32::try_from(prompt).unwrap_or(u32::MAX);
     if tokens > limit {
@@ -47,8 +41,14 @@ pub(crate) fn output_limit(prompt: usize, asked: Option<u32>, limits: Limits) ->
     }
 }
 
+/// As [`output_limit`] for APIs that make a short output where the client names no limit.
+pub fn output_limit_or_short(prompt: usize, asked: Option<u32>, limits: Limits) -> Result<u32, ErrorBody> {
+    let fits = limits.max_model_len.saturating_sub(u32::try_from(prompt).unwrap_or(u32::MAX));
+    output_limit(prompt, asked.or(Some(MAX_TOKENS_DEFAULT.min(fits)).filter(|&tokens| tokens > 0)), limits)
+}
+
 /// Refuses an empty prompt and token ids that the model does not have.
-pub(crate) fn check_prompt(tokens: &[u32], limits: Limits) -> Result<(), ErrorBody> {
+pub fn check_prompt(tokens: &[u32], limits: Limits) -> Result<(), ErrorBody> {
     if tokens.is_empty() {
         return Err(ErrorBody::bad_request("The decoder prompt cannot be empty"));
     }
@@ -59,7 +59,7 @@ pub(crate) fn check_prompt(tokens: &[u32], limits: Limits) -> Result<(), ErrorBo
 }
 
 /// Everything about sampling that does not depend on the prompt; `max_tokens` is set per prompt by [`with_max_tokens`].
-pub(crate) fn sampling_options(sampling: &Sampling, asked: Asked) -> Result<SamplingOptions, ErrorBody> {
+pub fn sampling_options(sampling: &Sampling, asked: Asked) -> Result<SamplingOptions, ErrorBody> {
     let defaults = SamplingOptions::default();
     let float = |value: Option<f64>, default: f32| value.map_or(default, |value| value as f32);
     Ok(SamplingOptions {
@@ -80,7 +80,7 @@ pub(crate) fn sampling_options(sampling: &Sampling, asked: Asked) -> Result<Samp
 }
 
 /// The options as the engine takes them, for one prompt.
-pub(crate) fn with_max_tokens(
+pub fn with_max_tokens(
     options: &SamplingOptions,
     max_tokens: u32,
     sampling: &Sampling,
@@ -93,8 +93,8 @@ pub(crate) fn with_max_tokens(
     Ok(params)
 }
 
-/// The number of choices per prompt.
-pub(crate) fn choices(sampling: &Sampling, prompts: usize) -> Result<u32, ErrorBody> {
+/// The number of choices for each of so many prompts.
+pub fn choices(sampling: &Sampling, prompts: usize) -> Result<u32, ErrorBody> {
     let n = sampling.choices();
     if n == 0 {
         return Err(ErrorBody::invalid("n", n, "n must be at least 1, got 0."));
@@ -114,7 +114,8 @@ pub(crate) fn choices(sampling: &Sampling, prompts: usize) -> Result<u32, ErrorB
     Ok(n)
 }
 
-pub(crate) fn text_options(sampling: &Sampling) -> Result<TextOptions, ErrorBody> {
+/// How the output is to be turned into text; refuses empty stop strings.
+pub fn text_options(sampling: &Sampling) -> Result<TextOptions, ErrorBody> {
     let stops = sampling.stop_strings().to_vec();
     if stops.iter().any(String::is_empty) {
         return Err(ErrorBody::bad_request("stop cannot contain an empty string."));
@@ -128,7 +129,7 @@ pub(crate) fn text_options(sampling: &Sampling) -> Result<TextOptions, ErrorBody
 }
 
 /// Refuses what would change the answer and is not done here; ignoring it would give a wrong answer without a word.
-pub(crate) fn check_supported(sampling: &Sampling, rest: &Map<String, Value>) -> Result<(), ErrorBody> {
+pub fn check_supported(sampling: &Sampling, rest: &Map<String, Value>) -> Result<(), ErrorBody> {
     const REFUSED: [&str; 11] = [
         "structured_outputs",
         "guided_json",
@@ -237,6 +238,9 @@ mod tests {
         assert!(output_limit(2000, Some(100), LIMITS).unwrap_err().message.contains("for a total of 2100"));
         assert!(output_limit(2048, None, LIMITS).unwrap_err().message.contains("for a total of 2049"));
         assert_eq!(output_limit(2047, None, LIMITS), Ok(1));
+        assert_eq!([41, 2040].map(|prompt| output_limit_or_short(prompt, None, LIMITS)), [Ok(16), Ok(8)]);
+        assert_eq!(output_limit_or_short(2048, None, LIMITS), output_limit(2048, None, LIMITS));
+        assert_eq!(output_limit_or_short(41, Some(500), LIMITS), Ok(500));
     }
 
     #[test]

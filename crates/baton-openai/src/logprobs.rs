@@ -4,17 +4,17 @@ use baton_text::Tokenizer;
 use baton_wire::openai::{ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob};
 use serde_json::{Map, Value, json};
 
-use crate::choice::Token;
+use crate::Token;
 
 /// JSON has no infinity; vLLM writes this for a token of no probability.
 const LOGPROB_MIN: f64 = -9999.0;
 
 /// How tokens are written.
 #[derive(Clone, Copy)]
-pub(super) struct Names<'a> {
-    pub(super) tokenizer: &'a Tokenizer,
+pub(crate) struct Names<'a> {
+    pub(crate) tokenizer: &'a Tokenizer,
     /// As `token_id:N` instead of text.
-    pub(super) as_ids: bool,
+    pub(crate) as_ids: bool,
 }
 
 impl Names<'_> {
@@ -23,13 +23,14 @@ impl Names<'_> {
     }
 
     /// Chat form of one token.
-    pub(super) fn chat(&self, token: &Token) -> ChatLogprobs {
+    pub(crate) fn chat(&self, token: &Token) -> ChatLogprobs {
         let bytes = |token| Some(self.tokenizer.token_bytes(token));
-        let top = |&(token, logprob): &(u32, f32)| TopLogprob { token: self.name(token), logprob: written(logprob), bytes: bytes(token) };
+        let top =
+            |&(token, logprob): &(u32, f32)| TopLogprob { token: self.name(token), logprob: written_logprob(logprob), bytes: bytes(token) };
         ChatLogprobs {
             content: vec![TokenLogprob {
                 token: self.name(token.id),
-                logprob: own(token),
+                logprob: own_logprob(token),
                 bytes: bytes(token.id),
                 top_logprobs: token.top.iter().map(top).collect(),
             }],
@@ -37,25 +38,27 @@ impl Names<'_> {
     }
 
     /// Adds one token in the completions form; `offset` counts the characters of the text before it.
-    pub(super) fn add_completion(&self, logprobs: &mut CompletionLogprobs, token: &Token, offset: usize) {
-        let mut top: Map<String, Value> = token.top.iter().map(|&(token, logprob)| (self.name(token), json!(written(logprob)))).collect();
+    pub(crate) fn add_completion(&self, logprobs: &mut CompletionLogprobs, token: &Token, offset: usize) {
+        let mut top: Map<String, Value> =
+            token.top.iter().map(|&(token, logprob)| (self.name(token), json!(written_logprob(logprob)))).collect();
         let name = self.name(token.id);
         if token.top.iter().all(|&(other, _)| other != token.id) {
-            top.insert(name.clone(), json!(own(token)));
+            top.insert(name.clone(), json!(own_logprob(token)));
         }
         logprobs.text_offset.push(offset);
-        logprobs.token_logprobs.push(Some(own(token)));
+        logprobs.token_logprobs.push(Some(own_logprob(token)));
         logprobs.tokens.push(name);
         logprobs.top_logprobs.push(Some(top));
     }
 }
 
-/// The drawn token's own.
-pub(super) fn own(token: &Token) -> f64 {
-    written(token.logprob.unwrap_or(f32::NEG_INFINITY))
+/// The drawn token's own log-probability as JSON has it.
+pub fn own_logprob(token: &Token) -> f64 {
+    written_logprob(token.logprob.unwrap_or(f32::NEG_INFINITY))
 }
 
-pub(super) fn written(logprob: f32) -> f64 {
+/// A log-probability as JSON has it.
+pub fn written_logprob(logprob: f32) -> f64 {
     f64::from(logprob).max(LOGPROB_MIN)
 }
 

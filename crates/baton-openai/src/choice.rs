@@ -1,6 +1,6 @@
 //! The text of one choice, built token by token.
 
-use baton_engine::{FinishReason, Output};
+use baton_engine::FinishReason;
 use baton_text::{Detokenizer, Tokenizer};
 use baton_wire::openai;
 use serde_json::{Value, json};
@@ -8,14 +8,14 @@ use serde_json::{Value, json};
 use crate::stop::{Released, StopMatcher};
 
 /// How a request wants its output turned into text.
-#[derive(Debug, Clone)]
-pub(crate) struct TextOptions {
-    pub(crate) stops: Vec<String>,
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TextOptions {
+    pub stops: Vec<String>,
     /// Applies to stop strings and to stop tokens.
-    pub(crate) include_stop: bool,
-    pub(crate) skip_special: bool,
+    pub include_stop: bool,
+    pub skip_special: bool,
     /// Stop strings are not looked for in the text of this many first tokens.
-    pub(crate) min_tokens: u32,
+    pub min_tokens: u32,
 }
 
 /// One choice on its way.
@@ -30,31 +30,31 @@ pub(crate) struct Choice {
 
 /// An output token as the engine drew it.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Token {
-    pub(crate) id: u32,
-    pub(crate) logprob: Option<f32>,
+pub struct Token {
+    pub id: u32,
+    pub logprob: Option<f32>,
     /// Likeliest tokens, best first.
-    pub(crate) top: Vec<(u32, f32)>,
+    pub top: Vec<(u32, f32)>,
 }
 
 /// Why a choice ended, as the wire says it.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct End {
-    pub(crate) reason: openai::FinishReason,
+pub struct End {
+    pub reason: openai::FinishReason,
     /// The stop string or stop token; null for the end-of-sequence token.
-    pub(crate) stop_reason: Option<Value>,
+    pub stop_reason: Option<Value>,
     /// A stop string was found, which the engine does not know of.
-    pub(crate) by_text: bool,
+    pub by_text: bool,
 }
 
 /// What one token, or the end without a token, adds to a choice.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Piece {
+pub struct Piece {
     /// May be empty: an incomplete character, or text that a stop string may begin with.
-    pub(crate) text: String,
+    pub text: String,
     /// `None` when the choice is aborted.
-    pub(crate) token: Option<Token>,
-    pub(crate) end: Option<End>,
+    pub token: Option<Token>,
+    pub end: Option<End>,
 }
 
 impl Choice {
@@ -73,30 +73,31 @@ impl Choice {
         self.ended
     }
 
-    /// Takes the next token; `None` once the choice has ended.
-    pub(crate) fn push(&mut self, output: Output) -> Option<Piece> {
+    /// Tokens taken so far.
+    pub(crate) fn tokens(&self) -> u32 {
+        self.tokens
+    }
+
+    /// Takes the next token, and the end if it is the last one; `None` once the choice has ended.
+    pub(crate) fn push(&mut self, token: Token, finish: Option<FinishReason>) -> Option<Piece> {
         if self.ended {
             return None;
         }
         self.tokens += 1;
-        let finish = output.finish.map(|finish| finish.reason);
-        let mut end = finish.map(engine_end);
         // The token that ends the output is no part of its text unless asked for.
         let by_token = matches!(finish, Some(FinishReason::EndOfSequence | FinishReason::StopToken(_)));
-        let mut raw = if by_token && !self.include_stop { String::new() } else { self.detokenizer.push(output.token) };
-        if end.is_some() {
-            raw += &self.detokenizer.finish();
+        let raw = if by_token && !self.include_stop { String::new() } else { self.detokenizer.push(token.id) };
+        let (mut text, mut end) = self.release(&raw);
+        if let (Some(reason), None) = (finish, &end) {
+            let (rest, rest_end) = self.rest(reason);
+            text += &rest;
+            end = Some(rest_end);
         }
-        let mut text = self.release(&raw, &mut end);
-        if end.is_some() {
-            text += &self.stops.finish();
-            self.ended = true;
-        }
-        let token = Token { id: output.token, logprob: output.logprob, top: output.top };
+        self.ended = end.is_some();
         Some(Piece { text, token: Some(token), end })
     }
 
-    /// Ends the choice without a token; `None` if it has ended.
+    /// Ends the choice without its sequence's end; `None` if it has ended.
     pub(crate) fn abort(&mut self) -> Option<Piece> {
         if std::mem::replace(&mut self.ended, true) {
             return None;
@@ -105,15 +106,23 @@ impl Choice {
         Some(Piece { text: self.stops.finish(), token: None, end: Some(end) })
     }
 
-    fn release(&mut self, raw: &str, end: &mut Option<End>) -> String {
+    /// What was held back, when no token follows. In a step of its own, so that the text does not depend on whether the end was known
+    /// with the last token.
+    fn rest(&mut self, reason: FinishReason) -> (String, End) {
+        let raw = self.detokenizer.finish();
+        let (mut text, end) = self.release(&raw);
+        text += &self.stops.finish();
+        (text, end.unwrap_or_else(|| engine_end(reason)))
+    }
+
+    fn release(&mut self, raw: &str) -> (String, Option<End>) {
         if self.tokens <= self.min_tokens {
-            return self.stops.pass(raw);
+            return (self.stops.pass(raw), None);
         }
         match self.stops.push(raw) {
-            Released::Text(text) => text,
+            Released::Text(text) => (text, None),
             Released::Stopped { text, stop } => {
-                *end = Some(End { reason: openai::FinishReason::Stop, stop_reason: Some(json!(stop)), by_text: true });
-                text
+                (text, Some(End { reason: openai::FinishReason::Stop, stop_reason: Some(json!(stop)), by_text: true }))
             }
         }
     }
@@ -130,9 +139,6 @@ fn engine_end(reason: FinishReason) -> End {
 
 #[cfg(test)]
 mod tests {
-    use baton_engine::{Finish, SequenceRecord};
-    use baton_units::{RequestId, Time, Tokens};
-
     use super::*;
 
     fn options(stops: &[&str]) -> TextOptions {
@@ -140,30 +146,10 @@ mod tests {
         TextOptions { stops, include_stop: false, skip_special: true, min_tokens: 0 }
     }
 
-    fn output(text: &[u8], finish: Option<FinishReason>) -> Output {
+    fn token(text: &[u8]) -> Token {
         let mut bytes = [0; 4];
         bytes[..text.len()].copy_from_slice(text);
-        let record = SequenceRecord {
-            arrival: Time::ZERO,
-            first_scheduled: None,
-            first_token: None,
-            finished: Time::ZERO,
-            prompt_tokens: Tokens(1),
-            output_tokens: Tokens(1),
-            cached_tokens: Tokens(0),
-            preemptions: 0,
-        };
-        Output {
-            request: RequestId(1),
-            choice: 0,
-            index: 0,
-            token: u32::from_le_bytes(bytes),
-            logprob: None,
-            top: Vec::new(),
-            cached_tokens: Tokens(0),
-            first_scheduled: None,
-            finish: finish.map(|reason| Finish { reason, record }),
-        }
+        Token { id: u32::from_le_bytes(bytes), logprob: None, top: Vec::new() }
     }
 
     fn run(options: &TextOptions, outputs: &[(&[u8], Option<FinishReason>)]) -> (String, Option<End>, bool) {
@@ -171,7 +157,7 @@ mod tests {
         let mut text = String::new();
         let mut end = None;
         for (bytes, finish) in outputs {
-            let Some(piece) = choice.push(output(bytes, *finish)) else { continue };
+            let Some(piece) = choice.push(token(bytes), *finish) else { continue };
             assert!(end.is_none(), "nothing comes after the end");
             text += &piece.text;
             end = piece.end;
@@ -216,9 +202,19 @@ mod tests {
     #[test]
     fn an_aborted_choice_gives_what_it_held_and_ends_once() {
         let mut choice = Choice::new(&Tokenizer::bytes4(), &options(&["bc"]));
-        assert_eq!(choice.push(output(b"ab", None)).unwrap().text, "a");
+        assert_eq!(choice.push(token(b"ab"), None).unwrap().text, "a");
         let piece = choice.abort().unwrap();
         assert_eq!((piece.text.as_str(), piece.token, piece.end.unwrap().reason), ("b", None, openai::FinishReason::Abort));
-        assert!(choice.abort().is_none() && choice.push(output(b"x", None)).is_none());
+        assert!(choice.abort().is_none() && choice.push(token(b"x"), None).is_none());
+    }
+
+    #[test]
+    fn what_is_left_of_a_character_may_complete_a_stop_string() {
+        let mut choice = Choice::new(&Tokenizer::bytes4(), &options(&["a\u{fffd}", "a"]));
+        let whole = choice.push(token(b"a\xc3"), Some(FinishReason::Length)).unwrap();
+        let mut choice = Choice::new(&Tokenizer::bytes4(), &options(&["a\u{fffd}", "a"]));
+        let apart = choice.push(token(b"a\xc3"), None).unwrap();
+        assert_eq!((&whole.text, &whole.end), (&apart.text, &apart.end));
+        assert_eq!(whole.end.unwrap().stop_reason, Some(json!("a")));
     }
 }
