@@ -72,7 +72,7 @@ fn a_move_is_priced_by_each_way_and_link() {
         assert!((got / want - 1.0).abs() < 0.02, "{copies:?}");
     }
     for link in links {
-        assert!(link["cheapest"] == "kv" && close(&link["recompute"]["gap_ms"], 129.44), "{link}");
+        assert!(link["cheapest"] == "kv" && close(&link["recompute"]["compute_ms"], 129.44), "{link}");
     }
     let waiting = json("move --waiting --bandwidth 1 --latency 2ms --held 1024 --queue 50ms --json");
     let link = &waiting["links"][0];
