@@ -98,6 +98,8 @@ impl Device {
 pub struct Link {
     pub name: String,
     pub bytes_per_s: f64,
+    /// Seconds until the first byte arrives, one way; zero of the lecture's links.
+    pub latency_s: f64,
 }
 
 /// The lecture's three links (17.4).
@@ -109,13 +111,19 @@ impl Link {
         let lower = name.to_ascii_lowercase();
         let found = LINKS.iter().find(|(known, _)| *known == lower);
         let &(name, bytes_per_s) = found.ok_or_else(|| UnknownName { kind: "link", name: name.to_owned(), valid: Self::names() })?;
-        Ok(Self { name: name.to_owned(), bytes_per_s })
+        Ok(Self { name: name.to_owned(), bytes_per_s, latency_s: 0.0 })
     }
 
     /// A link of `gb_per_s` times 1e9 bytes per second.
     #[must_use]
     pub fn custom(gb_per_s: f64) -> Self {
-        Self { name: format!("{gb_per_s} GB/s"), bytes_per_s: gb_per_s * 1e9 }
+        Self { name: format!("{gb_per_s} GB/s"), bytes_per_s: gb_per_s * 1e9, latency_s: 0.0 }
+    }
+
+    /// The same with another latency, such as a measured one.
+    #[must_use]
+    pub fn with_latency(self, latency_s: f64) -> Self {
+        Self { latency_s, ..self }
     }
 
     /// Names that [`Link::preset`] takes.
@@ -123,9 +131,9 @@ impl Link {
         LINKS.iter().map(|(name, _)| *name).collect()
     }
 
-    /// Seconds for `bytes`, alone on the link.
+    /// Seconds until the last of `bytes` has arrived, alone on the link.
     pub fn seconds(&self, bytes: f64) -> f64 {
-        bytes / self.bytes_per_s
+        self.latency_s + bytes / self.bytes_per_s
     }
 }
 

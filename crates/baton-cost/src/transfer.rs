@@ -1,4 +1,4 @@
-//! Moving KV between replicas, and what it replaces.
+//! Closed forms of moving KV between replicas, and of what it replaces; [`crate::MovePrice`] prices one move of one sequence.
 
 use baton_units::Tokens;
 use serde::Serialize;
@@ -38,7 +38,7 @@ impl Migration {
 /// Size of a copy round of a live migration over that of the round before: `b / (BW TPOT)` (Llumnix, OSDI 2024,
 /// section 4.2). The copy converges below one.
 pub fn copy_round_ratio(kv_bytes_per_token: f64, link: &Link, step_s: f64) -> f64 {
-    link.seconds(kv_bytes_per_token) / step_s
+    kv_bytes_per_token / link.bytes_per_s / step_s
 }
 
 /// Bytes of a device that KV may take: its usable memory less the weights; zero when the weights do not fit.

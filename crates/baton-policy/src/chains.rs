@@ -132,6 +132,15 @@ impl Chains {
         }
     }
 
+    /// The latest request of a chain goes on at another replica.
+    pub(crate) fn relocate(&mut self, session: Option<u64>, keys: &[BlockKey], replica: ReplicaId) {
+        let Some(last) = keys.last() else { return };
+        let id = session.map_or(ChainId::End(*last), ChainId::Session);
+        if let Some(chain) = self.take(id) {
+            self.put(id, Chain { replica, ..chain });
+        }
+    }
+
     /// Lets chains go that were idle for longer than `age`: they will not go on.
     pub(crate) fn expire(&mut self, age: Duration, now: Time) {
         while let Some(&(since, id)) = self.order.front()

@@ -189,10 +189,13 @@ impl Replica {
     /// Blocks that a new request could take, by the ledger and the latest report; requests in flight keep `pinned` blocks of prompts.
     pub(crate) fn blocks_free(&self, pinned: usize, now: Time) -> Blocks {
         let booked = self.spec.kv_blocks.saturating_sub(Blocks(pinned as u32 + self.private_blocks));
-        match self.report {
-            Some(report) if now.since(report.taken_at) <= REPORT_TRUSTED => booked.min(report.kv_blocks_free),
-            _ => booked,
-        }
+        self.reported_free(now).map_or(booked, |free| booked.min(free))
+    }
+
+    /// Free blocks by the replica's own word, unless that is old.
+    pub(crate) fn reported_free(&self, now: Time) -> Option<Blocks> {
+        let report = self.report.filter(|report| now.since(report.taken_at) <= REPORT_TRUSTED);
+        report.map(|report| report.kv_blocks_free)
     }
 
     pub(crate) fn responded(&mut self, took: Duration) {

@@ -178,6 +178,10 @@ impl Held {
         places
     }
 
+    pub(crate) fn first(&self) -> Option<&Waiting> {
+        self.waiting.first_key_value().map(|(_, waiting)| waiting)
+    }
+
     pub(crate) fn get(&self, place: Place) -> Option<&Waiting> {
         self.waiting.get(&place)
     }

@@ -3,7 +3,7 @@
 //!
 //! [`Router`] is a state machine without clock, sockets or threads: every call passes `now`, ties are broken by its own seeded
 //! generator, and equal inputs give equal decisions. The gateway and the simulator drive the same one. It never reads how long an
-//! output will be; it sends nothing, retries nothing and speaks no wire format.
+//! output will be; it sends nothing, retries nothing and speaks no wire format. [`mover`] decides which running requests go on elsewhere.
 
 mod chains;
 mod config;
@@ -14,6 +14,7 @@ mod demand;
 mod fleet;
 mod held;
 mod ledger;
+pub mod mover;
 mod policy;
 mod quoting;
 mod replica;
@@ -26,4 +27,4 @@ pub use decision::{DecisionRecord, Quote, Realised, Reason, Terms};
 pub use policy::{PolicyName, UnknownPolicy};
 pub use replica::{Discipline, LoadReport, ReplicaSpec, ReplicaState, ReplicaStatus};
 pub use request::{Arrival, Outcome, Placed, PrefixCopy, Refusal, Verdict};
-pub use router::Router;
+pub use router::{MoveTerms, Router};

@@ -1,3 +1,5 @@
+mod moving;
+
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use baton_cost::StepCoefficients;
@@ -17,6 +19,8 @@ use crate::{
     quoting::{Quoted, Scratch, backlog_at_ms},
     reuse::Reuse,
 };
+pub use moving::MoveTerms;
+use moving::{Attributes, Programs};
 
 /// Quotes on a decision's record: the chosen one and the best others.
 const QUOTES_KEPT: usize = 16;
@@ -52,6 +56,7 @@ pub struct Router {
     /// Requests turned away for the load, by class.
     sheds: Vec<u64>,
     log: DecisionLog,
+    programs: Programs,
     /// Mean output length of what ended, in tokens.
     pub(crate) mean_output: f64,
     outputs: u32,
@@ -107,6 +112,7 @@ pub(crate) struct Flight {
     pub(crate) output: u32,
     /// Blocks beside the full blocks of the prompt.
     pub(crate) private_blocks: u32,
+    attributes: Attributes,
     copy: bool,
 }
 
@@ -125,6 +131,7 @@ impl Router {
             held: Held::default(),
             sheds: vec![0; config.classes.len()],
             log: DecisionLog::new(config.decisions_kept),
+            programs: Programs::default(),
             mean_output: OUTPUT_PRIOR,
             outputs: 0,
             costs_version: 1,
@@ -375,6 +382,8 @@ impl Router {
             replica.advance(now);
             replica.first_token(request, Tokens(flight.prompt.0 + flight.output));
         }
+        let uncached = flight.prompt.saturating_sub(cached.unwrap_or(Tokens::ZERO));
+        self.programs.prompt(flight.attributes.program, uncached, now);
         let ttft_ms = now.since(flight.sent_at).as_ms();
         self.log.update(request, |record| {
             record.realised.ttft_ms = Some(ttft_ms);
@@ -396,9 +405,10 @@ impl Router {
     }
 
     /// `count` more tokens came out, the first one included.
-    pub fn output_tokens(&mut self, request: RequestId, count: u32, _now: Time) {
+    pub fn output_tokens(&mut self, request: RequestId, count: u32, now: Time) {
         let Some(flight) = self.flights.get_mut(&request) else { return };
         flight.output += count;
+        self.programs.output(flight.attributes.program, count, now);
         let before = flight.private_blocks;
         if let Some(replica) = live_replica(&mut self.replicas, flight) {
             flight.private_blocks = private_blocks(&replica.spec, flight.prompt, flight.keys.len(), flight.output);
@@ -476,6 +486,7 @@ impl Router {
             replica.response_ms = 0.0;
         }
         (self.demand, self.reuse, self.chains, self.rents) = Default::default();
+        self.programs = Programs::default();
         (self.mean_output, self.outputs) = (OUTPUT_PRIOR, 0);
         self.log.clear();
         self.policy = self.config.policy.build();
@@ -754,6 +765,7 @@ impl Router {
             hit_told: false,
             output: 0,
             private_blocks: 0,
+            attributes: Attributes { priority: arrival.priority, program: arrival.program, max_output: arrival.max_output },
             copy: false,
         };
         self.send(arrival.request, flight, prefill_ms, now);
@@ -778,6 +790,7 @@ impl Router {
             hit_told: false,
             output: 0,
             private_blocks: 0,
+            attributes: Attributes::default(),
             copy: true,
         };
         self.send(request, flight, prefill_ms, now);

@@ -11,6 +11,7 @@ use clap::{Args, Subcommand};
 use crate::cli::BadInput;
 
 mod measure;
+mod migration;
 mod quote;
 mod table;
 
@@ -85,6 +86,8 @@ pub(crate) struct PriceArgs {
 
 #[derive(Debug, Subcommand)]
 enum PriceCommand {
+    /// Print what it costs to let one sequence go on at another replica, by each way and link
+    Move(migration::MoveArgs),
     /// Print every number of the lecture that Baton implements
     Lecture {
         /// Print a JSON array of {id, value, unit}
@@ -95,8 +98,10 @@ enum PriceCommand {
 
 /// Prints what was asked for. A name or number that makes no sense is a [`BadInput`].
 pub(crate) fn run(args: &PriceArgs, out: &mut impl Write) -> anyhow::Result<()> {
-    if let Some(PriceCommand::Lecture { json }) = args.command {
-        return print_lecture(json, out);
+    match &args.command {
+        Some(PriceCommand::Move(args)) => return migration::run(args, out),
+        Some(PriceCommand::Lecture { json }) => return print_lecture(*json, out),
+        None => {}
     }
     let quote = Quote::new(&question(args)?);
     if args.json {

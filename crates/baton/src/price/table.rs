@@ -2,7 +2,10 @@
 
 use std::io::{self, Write};
 
-use baton_cost::lecture::{Row, Status};
+use baton_cost::{
+    Link, MovePrice, MoveWay,
+    lecture::{Row, Status},
+};
 
 use super::quote::{Quote, Unit};
 
@@ -41,6 +44,24 @@ pub(super) fn print_lecture(rows: &[Row], out: &mut impl Write) -> io::Result<()
         writeln!(out, "\n{}: {note}", ids.join(", "))?;
     }
     Ok(())
+}
+
+pub(super) fn print_move(link: &Link, price: &MovePrice, out: &mut impl Write) -> io::Result<()> {
+    let ms = |seconds: f64| shown(seconds * 1e3, Unit::Ms);
+    let latency = if link.latency_s > 0.0 { format!(" after {}", ms(link.latency_s)) } else { String::new() };
+    writeln!(out, "{}, {}{latency}", link.name, prefixed(link.bytes_per_s, "B/s"))?;
+    let rounds = if price.rounds == 1 { "1 round".to_owned() } else { format!("{} rounds", price.rounds) };
+    writeln!(out, "  {} in {rounds}, {} on the link", prefixed(price.bytes, "B"), ms(price.copy_s))?;
+    for (way, label) in [(MoveWay::Kv, "copied live"), (MoveWay::Fetch, "fetched"), (MoveWay::Recompute, "recomputed")] {
+        let Some(way_price) = price.way(way) else { continue };
+        let mark = if way == price.cheapest { "  cheapest" } else { "" };
+        let (cost, gap) = (ms(way_price.cost_s()), ms(way_price.gap_s));
+        writeln!(out, "  {label:<12}{cost:>10}: {gap} without a token, {} in all{mark}", ms(way_price.total_s))?;
+    }
+    if price.break_even_bytes_per_s.is_finite() {
+        return writeln!(out, "  the link is faster than recomputing above {}", prefixed(price.break_even_bytes_per_s, "B/s"));
+    }
+    writeln!(out, "  recomputing takes less than the link's latency")
 }
 
 fn shown(value: f64, unit: Unit) -> String {

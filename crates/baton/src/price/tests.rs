@@ -64,6 +64,28 @@ fn adapters_experts_and_agent_tasks_are_priced_on_request() {
 }
 
 #[test]
+fn a_move_is_priced_by_each_way_and_link() {
+    let prices = json("move --json");
+    let links = prices["links"].as_array().unwrap();
+    let copies: Vec<f64> = links.iter().map(|link| link["copy_ms"].as_f64().unwrap()).collect();
+    for (got, want) in copies.iter().zip([1.342, 8.389, 21.47]) {
+        assert!((got / want - 1.0).abs() < 0.02, "{copies:?}");
+    }
+    for link in links {
+        assert!(link["cheapest"] == "kv" && close(&link["recompute"]["compute_ms"], 129.44), "{link}");
+    }
+    let waiting = json("move --waiting --bandwidth 1 --latency 2ms --held 1024 --queue 50ms --json");
+    let link = &waiting["links"][0];
+    assert!(waiting["links"].as_array().unwrap().len() == 1 && link["kv"].is_null() && link["cheapest"] == "recompute", "{waiting}");
+    assert!(link["recompute"]["gap_ms"].as_f64() > link["recompute"]["compute_ms"].as_f64().map(|ms| ms + 50.0), "{waiting}");
+    let text = run_with("move --link ethernet").unwrap();
+    for part in ["4096 tokens that decodes", "ethernet, 25 GB/s", "2 rounds", "copied live", "cheapest", "above 4.148 GB/s"] {
+        assert!(text.contains(part), "{part} in {text}");
+    }
+    assert_eq!(text.matches("cheapest").count(), 1, "{text}");
+}
+
+#[test]
 fn a_wrong_name_or_number_is_told_in_one_line_that_helps() {
     for (line, part) in [
         ("--model gpt-9", "no model is named \"gpt-9\"; the names are llama-2-7b, "),
@@ -74,6 +96,8 @@ fn a_wrong_name_or_number_is_told_in_one_line_that_helps() {
         ("--tokens 4000000000", "--tokens is 4000000000; give at most 10000000"),
         ("--batch 0", "--batch is 0; give at least 1"),
         ("--mfu 2", "--mfu is 2"),
+        ("move --link ropes", "the names are nvlink, pcie, ethernet"),
+        ("move --tokens 10 --held 11", "--held is 11, more than the 10 tokens of the sequence"),
     ] {
         let error = run_with(line).unwrap_err();
         let bad = error.downcast_ref::<BadInput>().unwrap_or_else(|| panic!("{line}: {error}"));

@@ -1,0 +1,239 @@
+//! Moves as the router sees them: what its books say of the fleet, and what a move changes in them.
+
+use std::collections::BTreeMap;
+
+use baton_cost::Link;
+use baton_units::{Blocks, Priority, ReplicaId, RequestId, Time, Tokens};
+
+use super::{Flight, Router, end_flight, live_replica, private_blocks};
+use crate::{
+    ReplicaState,
+    fleet::Replica,
+    held::Waiting,
+    mover::{FleetFacts, ReplicaFacts, RunningFacts, WaitingFacts},
+    quoting::backlog_at_ms,
+};
+
+/// Programs whose service is kept; beyond, the one that was served longest ago is forgotten.
+const PROGRAMS_MAX: usize = 4096;
+/// What an output token counts for in attained service, in uncached prompt tokens (VTC, OSDI 2024: `w_q / w_p`).
+const OUTPUT_SERVICE: f64 = 2.0;
+
+/// What a replica told about moves when it attached, beside its [`ReplicaSpec`](crate::ReplicaSpec).
+#[derive(Debug, Clone, PartialEq)]
+pub struct MoveTerms {
+    /// As in [`ReplicaFacts::numerics`].
+    pub numerics: u64,
+    pub kv_bytes_per_token: f64,
+    pub link: Link,
+    /// Blocks that its engine keeps free when it admits.
+    pub watermark: Blocks,
+}
+
+/// Service that programs attained, in uncached prompt tokens.
+#[derive(Debug, Default)]
+pub(crate) struct Programs(BTreeMap<u64, (f64, Time)>);
+
+impl Programs {
+    pub(crate) fn serve(&mut self, program: u64, service: f64, now: Time) {
+        let (attained, last) = self.0.entry(program).or_default();
+        (*attained, *last) = (*attained + service, now);
+        if self.0.len() > PROGRAMS_MAX
+            && let Some(oldest) = self.0.iter().min_by_key(|(_, (_, last))| *last).map(|(program, _)| *program)
+        {
+            self.0.remove(&oldest);
+        }
+    }
+
+    pub(crate) fn prompt(&mut self, program: Option<u64>, uncached: Tokens, now: Time) {
+        if let Some(program) = program {
+            self.serve(program, uncached.as_f64(), now);
+        }
+    }
+
+    pub(crate) fn output(&mut self, program: Option<u64>, count: u32, now: Time) {
+        if let Some(program) = program {
+            self.serve(program, OUTPUT_SERVICE * f64::from(count), now);
+        }
+    }
+}
+
+/// What of a replica's memory and places is left, as its engine admits in the order of arrival.
+struct Room {
+    blocks: f64,
+    places: u32,
+    /// Somebody waits; whoever has not started waits behind.
+    queued: bool,
+}
+
+impl Router {
+    /// The fleet by these books, for [`Mover::plan`](crate::mover::Mover::plan). `terms` tells what each replica said of moves; one without
+    /// takes no part. Which requests run and which wait is not known but worked out, as an engine would by arrival and blocks.
+    pub fn fleet_facts(&self, terms: impl Fn(ReplicaId) -> Option<MoveTerms>, now: Time) -> FleetFacts {
+        let replicas = self.replicas.values().filter_map(|replica| Some(self.replica_facts(replica, terms(replica.spec.id)?, now)));
+        FleetFacts {
+            replicas: replicas.collect(),
+            held: self.held_for_memory(now),
+            programs: self.programs.0.iter().map(|(program, (attained, _))| (*program, *attained)).collect(),
+        }
+    }
+
+    /// The first held request, if it is memory that it waits for.
+    fn held_for_memory(&self, now: Time) -> Option<WaitingFacts> {
+        let Waiting { arrival, since, .. } = self.held.first()?;
+        if !self.someone_is_free(now) {
+            return None;
+        }
+        let size = self.replicas.values().next()?.spec.block_size;
+        // What a quote wants to be free.
+        let output = Tokens(self.mean_output.ceil().max(1.0) as u32);
+        Some(WaitingFacts {
+            request: arrival.request,
+            tokens: arrival.prompt,
+            demand: (arrival.prompt + output).to_blocks(size),
+            priority: arrival.priority,
+            program: arrival.program,
+            arrived: *since,
+            fresh: true,
+            movable: false,
+        })
+    }
+
+    fn replica_facts(&self, replica: &Replica, terms: MoveTerms, now: Time) -> ReplicaFacts {
+        let spec = &replica.spec;
+        let mut flights: Vec<(RequestId, &Flight)> =
+            replica.flights.iter().filter_map(|request| Some((*request, self.flights.get(request)?))).collect();
+        flights.sort_by_key(|(request, flight)| (flight.sent_at, *request));
+        // Blocks that several requests share count once: each pays its part.
+        let pinned = self.index.blocks_pinned(spec.id) as f64;
+        let prompts: usize = flights.iter().map(|(_, flight)| flight.keys.len()).sum();
+        let part = if prompts == 0 { 1.0 } else { (pinned / prompts as f64).min(1.0) };
+        let mut room = Room { blocks: spec.kv_blocks.as_f64(), places: spec.max_running, queued: false };
+        let (mut running, mut waiting) = (Vec::new(), Vec::new());
+        for (request, flight) in flights {
+            let own = part * flight.keys.len() as f64 + f64::from(flight.private_blocks);
+            if room.admits(own, flight.started, terms.watermark) {
+                running.push(flight.as_running(request, Blocks(own.ceil() as u32)));
+            } else {
+                waiting.push(flight.as_waiting(request, Blocks(own.ceil() as u32)));
+            }
+        }
+        let booked = Blocks((spec.kv_blocks.as_f64() - room.blocks).ceil() as u32);
+        ReplicaFacts {
+            id: spec.id,
+            state: replica.state,
+            numerics: terms.numerics,
+            block_size: spec.block_size,
+            blocks_total: spec.kv_blocks,
+            // Others' requests are in the replica's word, if there is a fresh one.
+            blocks_used: booked.max(spec.kv_blocks.saturating_sub(replica.reported_free(now).unwrap_or(spec.kv_blocks))),
+            watermark: terms.watermark,
+            max_running: spec.max_running,
+            step: spec.step,
+            kv_bytes_per_token: terms.kv_bytes_per_token,
+            link: terms.link,
+            queue_s: backlog_at_ms(replica, now) / 1e3,
+            running,
+            waiting,
+        }
+    }
+
+    /// A request in flight goes on at `to`: takes all that was booked for it at its source off, and books it there. Its prompt stays in the
+    /// source's cache if it was computed. False, and nothing changes, where the request is not in flight, is there already, or `to` is
+    /// dead or not in the fleet.
+    pub fn moved(&mut self, request: RequestId, to: ReplicaId, now: Time) -> bool {
+        let Some(target) = self.replicas.get(to).filter(|target| target.state != ReplicaState::Dead) else { return false };
+        let incarnation = target.spec.incarnation;
+        let Some(mut flight) = self.flights.remove(&request) else { return false };
+        if (flight.replica, flight.incarnation) == (to, incarnation) {
+            self.flights.insert(request, flight);
+            return false;
+        }
+        self.held.stale = true;
+        if let Some(source) = live_replica(&mut self.replicas, &flight) {
+            source.advance(now);
+            end_flight(source, request, &flight);
+            let dead = source.state == ReplicaState::Dead;
+            self.index.unpin(flight.replica, &flight.keys, if dead { &[] } else { &flight.keys }, !dead && flight.started, now);
+            if !dead && !flight.started {
+                self.index.forget_unused(flight.replica, &flight.keys[flight.depth as usize..]);
+            }
+            self.trim(flight.replica, now);
+        }
+        let mut depths = std::mem::take(&mut self.scratch.depths);
+        self.index.matches_into(&flight.keys, &mut depths);
+        flight.depth = depths.get(to.index()).copied().unwrap_or(0);
+        self.scratch.depths = depths;
+        let target = self.replicas.get_mut(to).expect("the target was just seen");
+        target.advance(now);
+        (flight.replica, flight.incarnation) = (to, incarnation);
+        flight.private_blocks = private_blocks(&target.spec, flight.prompt, flight.keys.len(), flight.output.max(1));
+        target.flights.push(request);
+        target.private_blocks += flight.private_blocks;
+        if flight.started {
+            target.decoding += 1;
+            target.context += u64::from(flight.prompt.0 + flight.output);
+        } else {
+            let prefill_ms = target.prefill_ms(flight.prompt, target.hit_tokens(flight.depth, flight.prompt));
+            target.ledger.add(request, prefill_ms, flight.prompt, now);
+        }
+        self.chains.relocate(flight.session, &flight.keys, to);
+        self.make_room(flight.keys.len(), now);
+        self.index.pin(to, &flight.keys, now, |seen| self.reuse.see(seen));
+        self.trim(to, now);
+        self.flights.insert(request, flight);
+        true
+    }
+}
+
+impl Room {
+    /// Takes what a request wants, if it is not one that waits.
+    fn admits(&mut self, blocks: f64, started: bool, watermark: Blocks) -> bool {
+        let reserve = if started { 0.0 } else { watermark.as_f64() };
+        let runs = self.places > 0 && blocks + reserve <= self.blocks && (started || !self.queued);
+        if runs {
+            self.blocks -= blocks;
+            self.places -= 1;
+        } else {
+            self.queued = true;
+        }
+        runs
+    }
+}
+
+impl Flight {
+    fn as_running(&self, request: RequestId, blocks: Blocks) -> RunningFacts {
+        RunningFacts {
+            request,
+            tokens: self.prompt + Tokens(self.output),
+            blocks,
+            priority: self.attributes.priority,
+            program: self.attributes.program,
+            started_at: self.sent_at,
+            left_at_most: self.attributes.max_output.map(|most| most.saturating_sub(Tokens(self.output))),
+            prefilling: !self.started,
+            movable: !self.copy,
+        }
+    }
+
+    fn as_waiting(&self, request: RequestId, demand: Blocks) -> WaitingFacts {
+        WaitingFacts {
+            request,
+            tokens: self.prompt + Tokens(self.output),
+            demand: demand + Blocks(1),
+            priority: self.attributes.priority,
+            program: self.attributes.program,
+            arrived: self.sent_at,
+            fresh: self.output == 0,
+            movable: !self.copy,
+        }
+    }
+}
+
+/// Importance, program and bound, which the books keep of an arrival for moves alone.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Attributes {
+    pub(crate) priority: Priority,
+    pub(crate) program: Option<u64>,
+    pub(crate) max_output: Option<Tokens>,
+}
