@@ -2,12 +2,16 @@
 
 use std::sync::Arc;
 
-use baton_engine::FinishReason;
+use baton_engine::{FinishReason, SamplingOptions};
+use baton_wire::migration::{self as wire, OutputEntry};
 use serde::Serialize;
 
 use crate::{Piece, Prompt, Service, TextOptions, Token, choice::Choice};
 
 /// All choices of a request on their way to its client.
+///
+/// The output of a choice may be told in either of two ways, which give the same answer: an engine says with each token whether it ends
+/// the output ([`Self::push`]), the migration protocol tells of the end after the last token ([`Self::push_entries`]).
 pub struct Answer {
     progress: Progress,
     format: Box<dyn Format>,
@@ -24,6 +28,7 @@ pub trait Format: Send {
 
 /// Where the choices of a request stand. They are numbered over all prompts, those of the first one first.
 pub struct Progress {
+    service: Arc<Service>,
     prompts: Vec<PromptProgress>,
     choices_per_prompt: u32,
 }
@@ -31,7 +36,15 @@ pub struct Progress {
 struct PromptProgress {
     tokens: u32,
     cached: u32,
-    choices: Vec<Choice>,
+    /// What ends the output; all else is left at its default.
+    ends: SamplingOptions,
+    choices: Vec<Slot>,
+}
+
+struct Slot {
+    choice: Choice,
+    /// A token that may have ended the output, which decides whether its text is shown.
+    held: Option<Token>,
 }
 
 /// Where a choice stands after it took output.
@@ -57,25 +70,70 @@ pub struct Counts {
 impl Answer {
     /// `choices`: of each prompt.
     pub fn new(service: &Arc<Service>, prompts: &[Prompt], choices: u32, text: &TextOptions, format: Box<dyn Format>) -> Self {
+        let slot = || Slot { choice: Choice::new(&service.tokenizer, text), held: None };
         let prompt = |prompt: &Prompt| PromptProgress {
             tokens: prompt.tokens.len() as u32,
             cached: 0,
-            choices: (0..choices).map(|_| Choice::new(&service.tokenizer, text)).collect(),
+            ends: SamplingOptions {
+                stop_token_ids: prompt.params.stop_token_ids.clone(),
+                ignore_eos: prompt.params.ignore_eos,
+                max_tokens: prompt.params.max_tokens,
+                ..SamplingOptions::default()
+            },
+            choices: (0..choices).map(|_| slot()).collect(),
         };
         let prompts = prompts.iter().map(prompt).collect();
-        Self { progress: Progress { prompts, choices_per_prompt: choices }, format }
+        Self { progress: Progress { service: Arc::clone(service), prompts, choices_per_prompt: choices }, format }
     }
 
     /// Takes the next token of choice `index`, and why it ends if it is the last one. Appends to `out` what the client is to be sent.
     pub fn push(&mut self, index: u32, token: Token, finish: Option<FinishReason>, out: &mut Vec<u8>) -> Pushed {
-        let piece = self.progress.choice_mut(index).push(token, finish);
+        let piece = self.progress.slot_mut(index).choice.push(token, finish);
         let stopped = self.show(index, piece, out);
         self.pushed(index, stopped)
     }
 
-    /// Ends choice `index` from outside, as an operator does. One that has ended stays as it is.
+    /// Takes the next entries of choice `index`, any number at a time. Appends to `out` what the client is to be sent.
+    ///
+    /// What the client reads does not depend on how entries are cut into calls, but for one case: an output ended by a length that its
+    /// request does not name (what a replica's memory holds), with the finish in a later call than the last token. It is then sent with
+    /// an empty text of its own. A token that may end the output by its id waits for the entry after it, since its text is shown only
+    /// if it does not; the last of `max_tokens` ends it at once.
+    pub fn push_entries(&mut self, index: u32, entries: impl IntoIterator<Item = OutputEntry>, out: &mut Vec<u8>) -> Pushed {
+        let mut stopped = false;
+        for entry in entries {
+            let slot = self.progress.slot_mut(index);
+            let held = slot.held.take();
+            let piece = match entry {
+                OutputEntry::Token { id, logprobs } => {
+                    let (logprob, top) = logprobs.map_or((None, Vec::new()), |logprobs| (Some(logprobs.chosen), logprobs.top));
+                    slot.held = Some(Token { id, logprob, top });
+                    held.and_then(|token| slot.choice.push(token, None))
+                }
+                OutputEntry::Finish(reason) => {
+                    let reason = engine_reason(reason);
+                    match held {
+                        Some(token) => slot.choice.push(token, Some(reason)),
+                        None => slot.choice.finish(reason),
+                    }
+                }
+            };
+            stopped |= self.show(index, piece, out);
+        }
+        let piece = self.progress.take_decided(index);
+        stopped |= self.show(index, piece, out);
+        self.pushed(index, stopped)
+    }
+
+    /// Ends choice `index` from outside, as an operator does. One that has ended stays as it is; so does one whose last token came and
+    /// only its finish is missing.
     pub fn abort(&mut self, index: u32, out: &mut Vec<u8>) {
-        let piece = self.progress.choice_mut(index).abort();
+        let end = self.progress.end_of_held(index);
+        let slot = self.progress.slot_mut(index);
+        let piece = match slot.held.take() {
+            Some(token) => slot.choice.push(token, end),
+            None => slot.choice.abort(),
+        };
         self.show(index, piece, out);
     }
 
@@ -91,7 +149,7 @@ impl Answer {
 
     /// Whether every choice of prompt `prompt` has.
     pub fn prompt_has_ended(&self, prompt: u32) -> bool {
-        self.progress.prompts[prompt as usize].choices.iter().all(Choice::has_ended)
+        self.progress.prompts[prompt as usize].choices.iter().all(|slot| slot.choice.has_ended())
     }
 
     pub fn counts(&self) -> Counts {
@@ -118,7 +176,7 @@ impl Answer {
     }
 
     fn pushed(&self, index: u32, stopped: bool) -> Pushed {
-        match (stopped, self.progress.choice(index).has_ended()) {
+        match (stopped, self.progress.slot(index).choice.has_ended()) {
             (true, _) => Pushed::Stopped,
             (false, true) => Pushed::Ended,
             (false, false) => Pushed::Running,
@@ -130,7 +188,7 @@ impl Progress {
     pub fn counts(&self) -> Counts {
         self.prompts.iter().fold(Counts::default(), |sum, prompt| Counts {
             prompt: sum.prompt + prompt.tokens,
-            output: sum.output + prompt.choices.iter().map(Choice::tokens).sum::<u32>(),
+            output: sum.output + prompt.choices.iter().map(|slot| slot.choice.tokens()).sum::<u32>(),
             cached: sum.cached + prompt.cached,
         })
     }
@@ -147,7 +205,7 @@ impl Progress {
 
     /// Output tokens of choice `index` so far.
     pub fn tokens_of(&self, index: u32) -> u32 {
-        self.choice(index).tokens()
+        self.slot(index).choice.tokens()
     }
 
     /// Its prompt, and its place among that one's choices.
@@ -155,18 +213,44 @@ impl Progress {
         ((index / self.choices_per_prompt) as usize, (index % self.choices_per_prompt) as usize)
     }
 
-    fn choice(&self, index: u32) -> &Choice {
+    fn slot(&self, index: u32) -> &Slot {
         let (prompt, choice) = self.place(index);
         &self.prompts[prompt].choices[choice]
     }
 
-    fn choice_mut(&mut self, index: u32) -> &mut Choice {
+    fn slot_mut(&mut self, index: u32) -> &mut Slot {
         let (prompt, choice) = self.place(index);
         &mut self.prompts[prompt].choices[choice]
+    }
+
+    /// Why the held token ends its output, if by request and model it does.
+    fn end_of_held(&self, index: u32) -> Option<FinishReason> {
+        let slot = self.slot(index);
+        let ends = &self.prompts[self.place(index).0].ends;
+        slot.held.as_ref().and_then(|token| ends.end_after(token.id, slot.choice.tokens() + 1, &self.service.eos))
+    }
+
+    /// What the held token adds, unless the next entry decides that.
+    fn take_decided(&mut self, index: u32) -> Option<Piece> {
+        let end = self.end_of_held(index);
+        let slot = self.slot_mut(index);
+        match end {
+            // Which tokens end the output is for the replica to say; that `max_tokens` do is not.
+            Some(FinishReason::EndOfSequence | FinishReason::StopToken(_)) if !slot.choice.has_ended() => None,
+            Some(_) | None => slot.held.take().and_then(|token| slot.choice.push(token, end)),
+        }
     }
 }
 
 /// A body of JSON.
 pub(crate) fn write_body(body: &impl Serialize, out: &mut Vec<u8>) {
     serde_json::to_writer(out, body).expect("wire types serialize");
+}
+
+fn engine_reason(reason: wire::FinishReason) -> FinishReason {
+    match reason {
+        wire::FinishReason::EndOfSequence => FinishReason::EndOfSequence,
+        wire::FinishReason::StopToken(token) => FinishReason::StopToken(token),
+        wire::FinishReason::Length => FinishReason::Length,
+    }
 }

@@ -52,7 +52,7 @@ pub struct End {
 pub struct Piece {
     /// May be empty: an incomplete character, or text that a stop string may begin with.
     pub text: String,
-    /// `None` when the choice is aborted.
+    /// `None` when the choice is aborted, or its end was told after its last token.
     pub token: Option<Token>,
     pub end: Option<End>,
 }
@@ -95,6 +95,15 @@ impl Choice {
         }
         self.ended = end.is_some();
         Some(Piece { text, token: Some(token), end })
+    }
+
+    /// Ends the choice after its last token; `None` if it has ended.
+    pub(crate) fn finish(&mut self, reason: FinishReason) -> Option<Piece> {
+        if std::mem::replace(&mut self.ended, true) {
+            return None;
+        }
+        let (text, end) = self.rest(reason);
+        Some(Piece { text, token: None, end: Some(end) })
     }
 
     /// Ends the choice without its sequence's end; `None` if it has ended.
@@ -206,6 +215,15 @@ mod tests {
         let piece = choice.abort().unwrap();
         assert_eq!((piece.text.as_str(), piece.token, piece.end.unwrap().reason), ("b", None, openai::FinishReason::Abort));
         assert!(choice.abort().is_none() && choice.push(token(b"x"), None).is_none());
+    }
+
+    #[test]
+    fn the_end_may_come_after_the_last_token() {
+        let mut choice = Choice::new(&Tokenizer::bytes4(), &options(&["bc"]));
+        assert_eq!(choice.push(token(b"ab\xc3"), None).unwrap().text, "a");
+        let piece = choice.finish(FinishReason::Length).unwrap();
+        assert_eq!((piece.text.as_str(), piece.token, piece.end.unwrap().reason), ("b\u{fffd}", None, openai::FinishReason::Length));
+        assert!(choice.finish(FinishReason::Length).is_none() && choice.push(token(b"x"), None).is_none());
     }
 
     #[test]
