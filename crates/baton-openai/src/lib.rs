@@ -42,6 +42,7 @@ mod choice;
 mod completion;
 mod logprobs;
 mod request;
+mod sampling;
 mod service;
 mod stop;
 
@@ -53,4 +54,5 @@ pub use checks::{
 pub use choice::{End, Piece, TextOptions, Token};
 pub use logprobs::{own_logprob, written_logprob};
 pub use request::{Checked, Prompt, Understood};
+pub use sampling::{sampling_from_wire, sampling_to_wire};
 pub use service::{Limits, Service};

@@ -2,10 +2,11 @@
 
 use std::time::Duration;
 
-use baton_engine::{FinishReason, History, NewRequest, Output, OutputEnds, SamplingError, SamplingOptions, SamplingParams, SequenceState};
+use baton_engine::{FinishReason, History, NewRequest, Output, OutputEnds, SamplingError, SequenceState};
+use baton_openai::{sampling_from_wire, sampling_to_wire};
 use baton_units::{BlockSize, Priority, RequestId, Tokens};
 use baton_wire::migration::{
-    self as wire, OutputEntry, RunEnds, RunProgress, RunRequest, RunSampling, TokenLogprobs,
+    self as wire, OutputEntry, RunEnds, RunProgress, RunRequest, TokenLogprobs,
     handshake::{Hello, KvLayout},
 };
 
@@ -94,42 +95,6 @@ pub(super) fn layout_to_wire(layout: &baton_engine::KvLayout) -> KvLayout {
 /// Of the engine's KV; where there is none, nothing is counted by it.
 pub(super) fn block_size(hello: &Hello) -> BlockSize {
     hello.kv_layout.as_ref().and_then(|layout| BlockSize::new(layout.block_size)).unwrap_or(BlockSize::DEFAULT)
-}
-
-fn sampling_to_wire(params: &SamplingParams) -> RunSampling {
-    RunSampling {
-        temperature: params.temperature,
-        top_p: params.top_p,
-        top_k: params.top_k,
-        min_p: params.min_p,
-        repetition_penalty: params.repetition_penalty,
-        presence_penalty: params.presence_penalty,
-        frequency_penalty: params.frequency_penalty,
-        logit_bias: params.logit_bias.clone(),
-        stop_token_ids: params.stop_token_ids.clone(),
-        ignore_eos: params.ignore_eos,
-        min_tokens: params.min_tokens,
-        max_tokens: params.max_tokens,
-        logprobs: params.logprobs,
-    }
-}
-
-fn sampling_from_wire(sampling: &RunSampling) -> Result<SamplingParams, SamplingError> {
-    SamplingParams::new(SamplingOptions {
-        temperature: sampling.temperature,
-        top_p: sampling.top_p,
-        top_k: sampling.top_k,
-        min_p: sampling.min_p,
-        repetition_penalty: sampling.repetition_penalty,
-        presence_penalty: sampling.presence_penalty,
-        frequency_penalty: sampling.frequency_penalty,
-        logit_bias: sampling.logit_bias.clone(),
-        stop_token_ids: sampling.stop_token_ids.clone(),
-        ignore_eos: sampling.ignore_eos,
-        min_tokens: sampling.min_tokens,
-        max_tokens: sampling.max_tokens,
-        logprobs: sampling.logprobs,
-    })
 }
 
 pub(super) fn micros(span: Duration) -> u64 {
