@@ -61,6 +61,15 @@ pub(crate) struct Listeners {
     kv_address: SocketAddr,
 }
 
+/// What the replica's model is called.
+#[derive(Debug)]
+pub(crate) struct Models {
+    /// In the engine, and between replicas.
+    pub(crate) engine: String,
+    /// By clients and gateways.
+    pub(crate) served: Vec<String>,
+}
+
 /// The running tasks, which end when it is dropped, and where they are found.
 pub(crate) struct Migration {
     pub(crate) source: MigrationSource,
@@ -104,6 +113,7 @@ impl Migration {
         config: &MigrationConfig,
         listeners: Listeners,
         (id, incarnation): (&str, u64),
+        models: Models,
         numerics: &Numerics,
         engine: EngineHandle,
         events: mpsc::UnboundedReceiver<MoveEvent>,
@@ -128,7 +138,7 @@ impl Migration {
         let mut tasks = JoinSet::new();
         tasks.spawn(control::listen(listeners.control, Arc::clone(&identity), inputs.clone()));
         tasks.spawn(kv_target::listen(listeners.kv, Arc::clone(&identity), engine.clone(), inputs.clone()));
-        let actor = Actor::new(place, config.timing, identity, engine, inputs, holdings_sender);
+        let actor = Actor::new(place, config.timing, models, identity, engine, inputs, holdings_sender);
         tasks.spawn(actor.run(receiver, events));
         let source = MigrationSource {
             replica: place.replica.0,

@@ -19,7 +19,7 @@ use crate::{
     http::{App, router},
     kv_publisher::KvPublisher,
     metrics::Metrics,
-    migration::{Listeners, Migration, MigrationError},
+    migration::{Listeners, Migration, MigrationError, Models},
 };
 
 /// Why a replica does not serve, or stopped.
@@ -81,7 +81,8 @@ pub async fn serve(
     let (engine, thread) = driver::start(parts).map_err(ReplicaError::Thread)?;
     let (drain, incarnation) = (config.drain, incarnation());
     let mut migration = listeners.map(|(migration, listeners)| {
-        Migration::start(&migration, listeners, (&config.id, incarnation), &numerics, engine.clone(), move_events)
+        let models = Models { engine: config.engine.model.clone(), served: config.models.clone() };
+        Migration::start(&migration, listeners, (&config.id, incarnation), models, &numerics, engine.clone(), move_events)
     });
     let app = App {
         config,

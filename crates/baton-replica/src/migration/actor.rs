@@ -20,6 +20,7 @@ use tokio::{
 };
 
 use super::{
+    Models,
     control::ConnectionId,
     kv_source::{Frozen, KvSource},
     kv_target::{Opening, TargetOrder},
@@ -105,6 +106,7 @@ pub(super) enum FromTarget {
 pub(super) struct Actor {
     seats: Seats<OutputEntry>,
     clock: LeaseClock,
+    models: Models,
     identity: Arc<Identity>,
     engine: EngineHandle,
     /// For copies to tell it by.
@@ -194,6 +196,7 @@ impl Actor {
     pub(super) fn new(
         place: Place,
         timing: Timing,
+        models: Models,
         identity: Arc<Identity>,
         engine: EngineHandle,
         inputs: mpsc::Sender<Input>,
@@ -202,6 +205,7 @@ impl Actor {
         Self {
             seats: Seats::new(place, timing),
             clock: LeaseClock::start(),
+            models,
             identity,
             engine,
             inputs,
@@ -289,7 +293,12 @@ impl Actor {
     fn gateway_told(&mut self, request: RequestName, message: ToSeat<OutputEntry>, with: &[u8]) {
         match &message {
             ToSeat::Start { .. } => match RunRequest::from_bytes(with) {
-                Ok(spec) => self.requests.entry(request).or_default().spec = Some(spec),
+                Ok(mut spec) => {
+                    if self.models.served.contains(&spec.model) {
+                        spec.model.clone_from(&self.models.engine);
+                    }
+                    self.requests.entry(request).or_default().spec = Some(spec);
+                }
                 Err(why) => tracing::warn!(%request, why, "a request was to be started that cannot be read"),
             },
             ToSeat::Move { attempt, .. } => match MoveTo::from_bytes(with) {
