@@ -1,5 +1,7 @@
 //! `/baton/v1`: what the fleet is, where requests went and why, and the few things that can be changed at run time.
 
+mod moving;
+
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
 use axum::{
@@ -19,6 +21,7 @@ use serde_json::{Value, json};
 use crate::{
     config::EngineKind,
     engine::{Engine, Health},
+    fleet::Fleet,
     gateway::Shared,
     refusal::Refusal,
 };
@@ -32,6 +35,10 @@ pub(crate) fn routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
     Router::new()
         .route("/baton/v1/fleet", get(fleet))
         .route("/baton/v1/requests", get(requests))
+        .route("/baton/v1/requests/{id}/migrate", post(moving::migrate))
+        .route("/baton/v1/replicas/{id}/drain", post(moving::drain))
+        .route("/baton/v1/replicas/{id}/undrain", post(moving::undrain))
+        .route("/baton/v1/moves", get(moving::moves))
         .route("/baton/v1/decisions", get(decisions))
         .route("/baton/v1/decisions/{id}", get(decision))
         .route("/baton/v1/policy", get(policy).put(set_policy))
@@ -73,12 +80,14 @@ async fn fleet(State(shared): State<Arc<Shared>>) -> Json<Value> {
     let fleet = &shared.fleet;
     let statuses = fleet.peek_router(|router, now| router.fleet(now));
     let replicas: Vec<Value> =
-        fleet.engines().iter().map(|engine| replica(engine, statuses.iter().find(|status| status.id == engine.id))).collect();
+        fleet.engines().iter().map(|engine| replica(fleet, engine, statuses.iter().find(|status| status.id == engine.id))).collect();
     let (policy, held) = fleet.peek_router(|router, _| (router.policy(), router.held()));
     Json(json!({ "replicas": replicas, "policy": policy.to_string(), "held": held, "block_size": fleet.block_size() }))
 }
 
-fn replica(engine: &Engine, status: Option<&ReplicaStatus>) -> Value {
+fn replica(fleet: &Fleet, engine: &Engine, status: Option<&ReplicaStatus>) -> Value {
+    let numerics = fleet.with_desk(|desk, _| desk.numerics_of(engine.id).map(str::to_owned));
+    let link = fleet.rounds().link_bytes_per_s(engine.id);
     let facts = engine.facts();
     let spec = facts.spec;
     let models: Vec<&str> = facts.models.iter().map(|card| card.id.as_str()).collect();
@@ -104,6 +113,8 @@ fn replica(engine: &Engine, status: Option<&ReplicaStatus>) -> Value {
         "step": spec.map(|spec| spec.step),
         "step_error": facts.step_error,
         "report": facts.load,
+        "drain": facts.draining.map(|drain| moving::drain_json(&drain, fleet)),
+        "migration": facts.migration.is_some().then(|| json!({ "connected": numerics.is_some(), "numerics_id": numerics, "link_bytes_per_s": link })),
     })
 }
 
@@ -124,6 +135,7 @@ async fn requests(State(shared): State<Arc<Shared>>) -> Json<Value> {
                 "prompt_tokens": live.prompt,
                 "output_tokens": live.output(),
                 "age_ms": now.since(live.arrived).as_ms(),
+                "movable": fleet.with_desk(|desk, _| desk.is_movable(live.id)),
             })
         })
         .collect();

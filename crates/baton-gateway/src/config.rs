@@ -89,6 +89,8 @@ pub struct FrontConfig {
     pub text_cache_bytes: usize,
     /// Key for `/baton/v1`, as `Authorization: Bearer KEY`. Without one those paths exist only when `bind` is a loopback address.
     pub admin_key: Option<String>,
+    /// File with the fleet key, where replicas' control connections ask for one (`baton replica --fleet-key-file`). Default: none.
+    pub fleet_key_file: Option<PathBuf>,
 }
 
 /// `[[engines]]`: one replica.
@@ -210,6 +212,8 @@ pub enum ConfigError {
     Toml(#[from] toml::de::Error),
     #[error("no [[engines]] are configured; name at least one url and kind")]
     NoEngines,
+    #[error("[gateway] fleet_key_file: {0}")]
+    FleetKey(#[from] baton_link::FleetKeyError),
     #[error("{option} = {value}: {want}")]
     OutOfRange { option: &'static str, value: String, want: &'static str },
 }
@@ -339,6 +343,7 @@ impl Default for FrontConfig {
             client_chat_template: false,
             text_cache_bytes: 96 << 20,
             admin_key: None,
+            fleet_key_file: None,
         }
     }
 }

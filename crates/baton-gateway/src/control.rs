@@ -12,6 +12,7 @@ use baton_units::{Incarnation, Time};
 use tokio::task::JoinHandle;
 
 use crate::{
+    carry::link::{self, Destination},
     config::EngineKind,
     engine::{Engine, Health},
     fleet::Fleet,
@@ -53,7 +54,7 @@ impl Drop for TaskGuard {
 
 /// Watches one engine for as long as it is part of the fleet.
 pub(crate) async fn watch(fleet: Arc<Fleet>, engine: Arc<Engine>) {
-    let mut watcher = Watcher { fleet, engine, unanswered: 0, models_at: None, former: None, events: None };
+    let mut watcher = Watcher { fleet, engine, unanswered: 0, models_at: None, former: None, events: None, link: None };
     let mut pause = PROBE_EVERY;
     loop {
         let asked_at = watcher.fleet.clock.now();
@@ -82,6 +83,7 @@ struct Watcher {
     /// What was known of the engine's life before the gateway started, until it joins.
     former: Option<Arc<Former>>,
     events: Option<(kv_events::Stream, TaskGuard)>,
+    link: Option<(Destination, TaskGuard)>,
 }
 
 impl Watcher {
@@ -105,6 +107,7 @@ impl Watcher {
         self.fleet.take_in(self.engine.id).await;
         self.engine.lines.prune();
         self.follow_events(life);
+        self.attach(sighting.migration);
     }
 
     /// Whether its word that it is well must not count yet, after failures of requests. A new life begins without blame.
@@ -219,6 +222,18 @@ impl Watcher {
         self.events = wanted.map(|stream| {
             let task = kv_events::follow(self.fleet.clone(), self.engine.id, stream.clone());
             (stream, TaskGuard::spawn(task))
+        });
+    }
+
+    /// Keeps a control connection to the life of the engine that was seen.
+    fn attach(&mut self, wanted: Option<Destination>) {
+        if self.link.as_ref().map(|(to, _)| to) == wanted.as_ref() {
+            return;
+        }
+        self.engine.facts().migration = wanted.clone();
+        self.link = wanted.map(|to| {
+            let task = link::keep(self.fleet.clone(), self.engine.id, to.clone());
+            (to, TaskGuard::spawn(task))
         });
     }
 

@@ -11,7 +11,8 @@ use std::{
 };
 
 use baton_cost::{Calibrator, Device, ModelShape, StepCoefficients};
-use baton_policy::{LoadReport, ReplicaSpec};
+use baton_openai::Service;
+use baton_policy::{LoadReport, ReplicaSpec, mover::DrainForecast};
 use baton_session::Fault;
 use baton_units::{Incarnation, ReplicaId, Time, Tokens};
 use baton_wire::{openai::ModelCard, replica::KvEventSource};
@@ -20,6 +21,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use tokio::sync::{Notify, watch};
 
 use crate::{
+    carry::link::Destination,
     config::EngineConfig,
     line::{Address, Lines},
     speed::Speed,
@@ -148,6 +150,12 @@ pub(crate) struct Facts {
     pub(crate) spec: Option<ReplicaSpec>,
     pub(crate) load: Option<LoadReport>,
     pub(crate) kv_source: Option<KvEventSource>,
+    /// Where it takes part in migration.
+    pub(crate) migration: Option<Destination>,
+    /// How answers are made of its tokens, once the first one was.
+    pub(crate) service: Option<Arc<Service>>,
+    /// It is to be empty.
+    pub(crate) draining: Option<Drain>,
     pub(crate) calibrator: Calibrator,
     /// Attempts in a row that it let fail.
     pub(crate) failures: u32,
@@ -157,6 +165,22 @@ pub(crate) struct Facts {
     pub(crate) step_error: f64,
     /// As this engine alone has shown it; what counts is in the spec.
     pub(crate) speed: Speed,
+}
+
+/// A replica on its way to be empty.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Drain {
+    pub(crate) since: Time,
+    /// As it was when the drain began.
+    pub(crate) forecast: Option<DrainForecast>,
+    /// When nothing was left.
+    pub(crate) emptied: Option<Time>,
+}
+
+impl Facts {
+    pub(crate) fn takes_requests(&self) -> bool {
+        self.health == Health::Ready && self.draining.is_none()
+    }
 }
 
 impl Engine {
@@ -171,6 +195,9 @@ impl Engine {
             spec: None,
             load: None,
             kv_source: None,
+            migration: None,
+            service: None,
+            draining: None,
             calibrator: Calibrator::new(default_step()),
             failures: 0,
             held_off_until: Time::ZERO,

@@ -1,6 +1,7 @@
 //! One request on its way: the shell around [`Session`]. It carries facts from engine, client and clock into the machine and does
 //! what the machine says; it decides nothing by itself.
 
+mod carried;
 mod copy;
 mod outlet;
 
@@ -30,9 +31,13 @@ use tokio::{
     time::Sleep,
 };
 
-use self::outlet::{Outlet, stream_response};
+use self::{
+    carried::Carrying,
+    outlet::{Outlet, stream_response},
+};
 use crate::{
     assemble::Assembler,
+    carry::RunEvent,
     chunk::{Chunk, ClientView, Reading},
     engine::Engine,
     fleet::{Booked, Fleet, Placing, Stage},
@@ -100,7 +105,13 @@ struct Exchange {
     view: ClientView,
     /// The engine's whole answer or error, for the end.
     answer: Option<Response<Body>>,
+    /// The stream's end mark was written with the answer.
+    answered: bool,
     usage: Option<Usage>,
+    /// Prompt tokens that the engine had, once it told.
+    cached: Option<Tokens>,
+    /// The router knows of output of the place that the request has now.
+    first_told: bool,
     first_token_at: Option<Time>,
     last_token_at: Option<Time>,
     /// Output that the router has not heard of; it is told once for all events that come together.
@@ -120,9 +131,22 @@ struct Exchange {
 
 /// The attempt under way.
 struct Running {
-    attempt: Attempt,
     engine: Arc<Engine>,
     epoch: Epoch,
+    way: Way,
+}
+
+/// How an engine is spoken to.
+enum Way {
+    /// As an OpenAI server.
+    Wire(Box<Wire>),
+    /// Over its control connection: the answer is made here from tokens.
+    Carried(Box<Carrying>),
+}
+
+/// A request at an OpenAI server.
+struct Wire {
+    attempt: Attempt,
     assembler: Option<Assembler>,
     /// Next output index of each choice, as this engine counts.
     next: BTreeMap<u32, u32>,
@@ -139,6 +163,8 @@ enum Wake {
     Timeout,
     Verdict(Option<Verdict>),
     Arrived(Arrived),
+    /// Of a choice that is carried.
+    Carried(u32, RunEvent),
     /// The replica was found dead before its first token.
     Died,
 }
@@ -187,7 +213,10 @@ impl Exchange {
             attempt: None,
             view: ClientView::new(intake.wishes, id),
             answer: None,
+            answered: false,
             usage: None,
+            cached: None,
+            first_told: false,
             first_token_at: None,
             last_token_at: None,
             untold: 0,
@@ -242,16 +271,24 @@ impl Exchange {
                 return Poll::Ready(Wake::Verdict(verdict.ok()));
             }
         }
-        if let Some(running) = &mut self.attempt {
-            if let Poll::Ready(arrived) = running.attempt.poll_next(context) {
-                return Poll::Ready(Wake::Arrived(arrived));
+        match self.attempt.as_mut().map(|running| &mut running.way) {
+            Some(Way::Wire(wire)) => {
+                if let Poll::Ready(arrived) = wire.attempt.poll_next(context) {
+                    return Poll::Ready(Wake::Arrived(arrived));
+                }
+                if self.session.awaits_first_token()
+                    && let Some(death) = &mut wire.death
+                    && death.as_mut().poll(context).is_ready()
+                {
+                    return Poll::Ready(Wake::Died);
+                }
             }
-            if self.session.awaits_first_token()
-                && let Some(death) = &mut running.death
-                && death.as_mut().poll(context).is_ready()
-            {
-                return Poll::Ready(Wake::Died);
+            Some(Way::Carried(carrying)) => {
+                if let Poll::Ready((choice, event)) = carrying.run.poll_next(context) {
+                    return Poll::Ready(Wake::Carried(choice, event));
+                }
             }
+            None => {}
         }
         self.poll_timer(context)
     }
@@ -266,7 +303,10 @@ impl Exchange {
         match wake {
             Wake::Closing => self.session.handle(Input::DrainDeadline, now),
             Wake::Timeout => {
-                if self.is_only_busy() {
+                if self.is_carried() {
+                    // Its connection knows better than any silence whether the replica is well.
+                    self.session.handle(Input::ReplicaAlive, now);
+                } else if self.is_only_busy() {
                     self.extensions += 1;
                     self.session.handle(Input::ReplicaAlive, now);
                 }
@@ -277,18 +317,20 @@ impl Exchange {
                 if let Some(since) = self.held_since.take() {
                     self.fleet.metrics.held(now.since(since));
                 }
-                self.decided(verdict.unwrap_or(Verdict::Refuse(baton_policy::Refusal::NoReplica)));
+                let verdict = verdict.unwrap_or(Verdict::Refuse(baton_policy::Refusal::NoReplica));
+                if self.is_carried() { self.goes_on(verdict) } else { self.decided(verdict) }
             }
             Wake::Arrived(arrived) => self.arrived(arrived),
+            Wake::Carried(choice, event) => self.carried(choice, event),
             Wake::Died => self.died(),
         }
     }
 
     /// Gives up a dead replica where another one can take the request; where none can, it may still come back to life.
     fn died(&mut self) {
-        let Some(running) = &mut self.attempt else { return };
-        running.death = None;
-        let epoch = running.epoch;
+        let Some(Running { epoch, way: Way::Wire(wire), .. }) = &mut self.attempt else { return };
+        wire.death = None;
+        let epoch = *epoch;
         if self.fleet.any_ready() {
             self.attempt_failed(epoch, Fault::Unreachable);
         }
@@ -323,28 +365,33 @@ impl Exchange {
         }
     }
 
-    fn place(&mut self, mut excluded: Vec<ReplicaId>) {
+    fn place(&mut self, excluded: Vec<ReplicaId>) {
         self.admitted.chain.forget_output();
         self.untold = 0;
-        let Admitted { intake, live, chain, excluded: lacking, .. } = &self.admitted;
-        live.set(LiveState::Held, None);
-        excluded.extend_from_slice(lacking);
-        let arrival = Arrival {
-            request: live.id,
-            keys: chain.keys(),
-            prompt: live.prompt,
-            max_output: intake.max_output,
-            session: intake.identity.session,
-            program: intake.identity.program,
-            priority: intake.identity.priority,
-            excluded,
-        };
+        let arrival = self.arrival(self.admitted.live.prompt, excluded);
         match self.fleet.place(arrival) {
             Placing::Now(verdict) => self.decided(verdict),
             Placing::Later(told) => {
                 self.held_since = Some(self.fleet.clock.now());
                 self.verdict = Some(told);
             }
+        }
+    }
+
+    /// The request as the router sees it, with `prompt` tokens to begin with; not for replicas that are `excluded` or lack its model.
+    fn arrival(&self, prompt: Tokens, mut excluded: Vec<ReplicaId>) -> Arrival {
+        let Admitted { intake, live, chain, excluded: lacking, .. } = &self.admitted;
+        live.set(LiveState::Held, None);
+        excluded.extend_from_slice(lacking);
+        Arrival {
+            request: live.id,
+            keys: chain.keys(),
+            prompt,
+            max_output: intake.max_output,
+            session: intake.identity.session,
+            program: intake.identity.program,
+            priority: intake.identity.priority,
+            excluded,
         }
     }
 
@@ -385,6 +432,17 @@ impl Exchange {
         let Some(engine) = self.fleet.engine(owner.replica) else {
             return self.session.handle(Input::Failed { epoch: owner.epoch, fault: Fault::Unreachable }, now);
         };
+        let live = &self.admitted.live;
+        live.set(LiveState::Prefill, Some(owner.replica));
+        live.reset_output();
+        (self.usage, self.cached, self.first_told, self.first_token_at, self.last_token_at) = (None, None, false, None, None);
+        self.fleet.metrics.attempt(owner.replica);
+        self.sent_at = now;
+        self.extensions = 0;
+        self.last_replica = Some(owner.replica);
+        if self.carry(&engine, owner) {
+            return;
+        }
         let Admitted { intake, live, .. } = &self.admitted;
         let kind = engine.config.kind;
         let mode = intake.mode(kind, self.fleet.front.assemble);
@@ -396,25 +454,21 @@ impl Exchange {
         let expect = if mode == Mode::Whole { Expect::Whole } else { Expect::Events };
         let assembler = (mode == Mode::Assemble)
             .then(|| Assembler::new(intake.api, intake.wishes, format!("{}{}", intake.api.id_prefix(), live.client_id)));
-        live.set(LiveState::Prefill, Some(owner.replica));
-        live.reset_output();
-        (self.usage, self.first_token_at, self.last_token_at) = (None, None, None);
-        self.fleet.metrics.attempt(owner.replica);
-        self.sent_at = now;
-        self.extensions = 0;
-        self.last_replica = Some(owner.replica);
         let death = (mode != Mode::Whole).then(|| found_dead(engine.deaths()));
         let attempt = self.fleet.upstream.start(&engine, request, expect);
         self.alone = engine.lines.busy() == 1;
-        self.attempt = Some(Running { attempt, engine, epoch: owner.epoch, assembler, next: BTreeMap::new(), shape: None, death });
+        let wire = Wire { attempt, assembler, next: BTreeMap::new(), shape: None, death };
+        self.attempt = Some(Running { engine, epoch: owner.epoch, way: Way::Wire(Box::new(wire)) });
     }
 
     fn answer(&mut self, answer: Answer) {
         let response = match answer {
-            Answer::Complete => {
-                let Some(whole) = self.answer.take() else { return self.outlet.events().extend_from_slice(sse::DONE) };
-                whole
-            }
+            Answer::Complete => match self.answer.take() {
+                Some(whole) => whole,
+                // Whoever writes the answer here has ended it.
+                None if self.answered => return,
+                None => return self.outlet.events().extend_from_slice(sse::DONE),
+            },
             Answer::Rejection => match self.answer.take() {
                 Some(rejection) if self.outlet.is_open() => rejection,
                 _ => return self.outlet.fail(&Refusal::Ended(End::Rejected)),
@@ -429,6 +483,13 @@ impl Exchange {
     }
 
     // What the engine says.
+
+    fn wire(&mut self) -> Option<&mut Wire> {
+        match &mut self.attempt.as_mut()?.way {
+            Way::Wire(wire) => Some(wire),
+            Way::Carried(_) => None,
+        }
+    }
 
     fn arrived(&mut self, arrived: Arrived) {
         let Some(running) = &self.attempt else { return };
@@ -471,18 +532,20 @@ impl Exchange {
     }
 
     fn read_plain<'a>(&mut self, data: &'a [u8]) -> Option<Plain<'a>> {
-        let shape = &mut self.attempt.as_mut()?.shape;
+        let api = self.admitted.intake.api;
+        let shape = &mut self.wire()?.shape;
         shape.as_ref().and_then(|shape| shape.read(data)).or_else(|| {
-            let plain = Plain::read(self.admitted.intake.api, data)?;
+            let plain = Plain::read(api, data)?;
             *shape = Shape::of(&plain);
             Some(plain)
         })
     }
 
     /// Whether what came before lets the event be passed on as it is.
-    fn is_plain(&self, plain: &Plain<'_>) -> bool {
-        let assembler = self.attempt.as_ref().and_then(|running| running.assembler.as_ref());
-        plain.choice < self.admitted.intake.choices && assembler.map_or_else(|| self.view.knows(plain), Assembler::has_begun)
+    fn is_plain(&mut self, plain: &Plain<'_>) -> bool {
+        let (knows, choices) = (self.view.knows(plain), self.admitted.intake.choices);
+        let assembler = self.wire().and_then(|wire| wire.assembler.as_ref());
+        plain.choice < choices && assembler.map_or(knows, Assembler::has_begun)
     }
 
     fn plain(&mut self, plain: &Plain<'_>) -> Result<(), Fault> {
@@ -490,8 +553,7 @@ impl Exchange {
         if !self.offer(plain.choice, plain.count, plain.token_ids(), now) {
             return Ok(());
         }
-        let Some(running) = &mut self.attempt else { return Ok(()) };
-        if let Some(assembler) = &mut running.assembler {
+        if let Some(assembler) = self.wire().and_then(|wire| wire.assembler.as_mut()) {
             assembler.push_plain(plain)?;
         }
         self.output(plain.count, now);
@@ -519,20 +581,20 @@ impl Exchange {
                 self.session.handle(Input::ChoiceFinished { epoch: running.epoch, choice: piece.choice }, now);
             }
         }
-        let Some(running) = &mut self.attempt else { return Ok(()) };
-        if !passes {
+        if !passes || self.attempt.is_none() {
             return Ok(());
         }
         if let Some(usage) = &chunk.usage {
+            self.cached = usage.cached_tokens().map(Tokens);
             self.usage = Some(usage.clone());
         }
-        if let Some(assembler) = &mut running.assembler {
+        if let Some(assembler) = self.wire().and_then(|wire| wire.assembler.as_mut()) {
             assembler.push(&chunk)?;
         }
         let tokens = chunk.pieces.iter().map(|piece| piece.count).sum();
         if tokens > 0 || chunk.pieces.iter().any(|piece| piece.finish.is_some()) {
             self.output(tokens, now);
-        } else {
+        } else if let Some(running) = &self.attempt {
             running.engine.spoke(now);
         }
         if self.admitted.intake.wishes.stream
@@ -546,7 +608,11 @@ impl Exchange {
     /// Counts output of a choice under the attempt's epoch; says whether it may pass.
     fn offer(&mut self, choice: u32, count: u32, token_ids: impl Iterator<Item = u32>, now: Time) -> bool {
         let Some(running) = &mut self.attempt else { return false };
-        let index = running.next.entry(choice).or_default();
+        let next = match &mut running.way {
+            Way::Wire(wire) => &mut wire.next,
+            Way::Carried(carrying) => &mut carrying.next,
+        };
+        let index = next.entry(choice).or_default();
         let offer = self.session.offer(running.epoch, choice, *index, count, now);
         *index += count;
         if choice == 0 && self.admitted.exact {
@@ -565,20 +631,20 @@ impl Exchange {
                 running.engine.succeeded();
             }
         }
-        let cached = self.usage.as_ref().and_then(Usage::cached_tokens).map(Tokens);
-        if self.first_token_at.is_none() {
-            self.first_token_at = Some(now);
+        match self.last_token_at {
+            Some(last) => self.fleet.metrics.token_gap(now.since(last)),
+            None => self.fleet.metrics.first_token(now.since(live.arrived)),
+        }
+        if std::mem::replace(&mut self.first_told, true) {
+            self.untold += tokens;
+        } else {
+            self.first_token_at.get_or_insert(now);
             live.set(LiveState::Decode, self.session.owner().map(|owner| owner.replica));
-            self.fleet.metrics.first_token(now.since(live.arrived));
+            let cached = self.cached;
             self.fleet.with_router(|router, now| {
                 router.first_token(live.id, cached, now);
                 router.output_tokens(live.id, tokens, now);
             });
-        } else {
-            if let Some(last) = self.last_token_at {
-                self.fleet.metrics.token_gap(now.since(last));
-            }
-            self.untold += tokens;
         }
         self.last_token_at = Some(now);
     }
@@ -593,18 +659,18 @@ impl Exchange {
     /// `[DONE]`: the engine says that this is all.
     fn done(&mut self) -> Result<(), Fault> {
         let now = self.fleet.clock.now();
-        let Some(mut running) = self.attempt.take() else { return Ok(()) };
-        let epoch = running.epoch;
-        let finished = running.next.len() as u32;
-        if running.engine.config.kind.finishes_every_choice() && finished < self.admitted.intake.choices {
-            self.attempt = Some(running);
+        let choices = self.admitted.intake.choices;
+        let Some(Running { engine, epoch, way: Way::Wire(wire) }) = self.attempt.take() else { return Ok(()) };
+        if engine.config.kind.finishes_every_choice() && (wire.next.len() as u32) < choices {
+            self.attempt = Some(Running { engine, epoch, way: Way::Wire(wire) });
             return Err(Fault::Truncated);
         }
-        if let Some(assembler) = running.assembler.take() {
+        let Wire { attempt, assembler, .. } = *wire;
+        if let Some(assembler) = assembler {
             self.answer = Some(json_response(StatusCode::OK, assembler.finish().into()));
         }
-        self.observe(&running.engine);
-        running.attempt.release();
+        self.observe(&engine);
+        attempt.release();
         self.session.handle(Input::Completed { epoch }, now);
         Ok(())
     }
@@ -633,6 +699,7 @@ impl Exchange {
         engine.succeeded();
         self.attempt = None;
         self.usage = serde_json::from_slice::<crate::json::RawObject<'_>>(body).ok().and_then(|answer| answer.read("usage").ok().flatten());
+        self.cached = self.usage.as_ref().and_then(Usage::cached_tokens).map(Tokens);
         let tokens = self.usage.as_ref().map_or(1, |usage| usage.completion_tokens.max(1));
         self.session.offer(epoch, 0, 0, tokens, now);
         self.output(tokens, now);

@@ -10,16 +10,21 @@ use std::{
 
 use baton_cost::StepCoefficients;
 use baton_kv::{Applied, Copying, IndexReader, KvEventBatch, Snapshot};
+use baton_link::Identity;
+use baton_migration::GatewayName;
+use baton_openai::{Limits, Service};
 use baton_policy::{Arrival, Outcome, Placed, ReplicaSpec, ReplicaState, Router, Verdict};
 use baton_session::Fault;
+use baton_text::Tokenizer;
 use baton_units::{BlockSize, Incarnation, ReplicaId, RequestId, Time, Tokens};
-use baton_wire::openai::ModelCard;
+use baton_wire::{migration::handshake::FleetKey, openai::ModelCard};
 use tokio::sync::{Notify, oneshot, watch};
 
 use crate::{
+    carry::{Desk, Effect, Rounds},
     clock::Clock,
     config::{EngineConfig, FrontConfig, PolicyConfig},
-    engine::{Engine, Health},
+    engine::{Drain, Engine, Health},
     live::Live,
     metrics::Metrics,
     snapshot::{Former, SnapshotFile},
@@ -63,6 +68,15 @@ pub(crate) struct Fleet {
     /// When the router wants to be asked again, for the task that does so.
     timer: Notify,
     timer_at: AtomicU64,
+    /// What replicas run over control connections.
+    desk: parking_lot::Mutex<Desk>,
+    /// When the desk wants to be asked again, for the task that does so.
+    desk_timer: Notify,
+    desk_timer_at: AtomicU64,
+    rounds: parking_lot::Mutex<Rounds>,
+    identity: Identity,
+    /// The served model's, where it is known.
+    tokenizer: Option<Arc<Tokenizer>>,
     requests: Mutex<Requests>,
     speeds: Mutex<Speeds>,
     /// Told when the last request ends.
@@ -116,8 +130,11 @@ pub(crate) enum Placing {
 }
 
 impl Fleet {
-    pub(crate) fn new(front: FrontConfig, policy: &PolicyConfig) -> Self {
+    pub(crate) fn new(front: FrontConfig, policy: &PolicyConfig, fleet_key: Option<FleetKey>, tokenizer: Option<Arc<Tokenizer>>) -> Self {
         let router = Router::new(policy.router(), policy.seed);
+        let incarnation = fastrand::u64(..);
+        // A gateway keeps no identity over a restart: what it left at replicas ends by its leases.
+        let name = GatewayName { id: fastrand::u64(..), incarnation };
         Self {
             clock: Clock::new(),
             metrics: Metrics::default(),
@@ -131,11 +148,17 @@ impl Fleet {
             events: tokio::sync::RwLock::default(),
             timer: Notify::new(),
             timer_at: AtomicU64::new(u64::MAX),
+            desk: parking_lot::Mutex::new(Desk::new(name)),
+            desk_timer: Notify::new(),
+            desk_timer_at: AtomicU64::new(u64::MAX),
+            rounds: parking_lot::Mutex::default(),
+            identity: Identity::of_gateway(name, fleet_key.map(Arc::new)),
+            tokenizer,
             requests: Mutex::new(Requests { names_kept: policy.decisions, ..Requests::default() }),
             speeds: Mutex::default(),
             empty: Notify::new(),
             next_request: AtomicU64::new(1),
-            incarnation: fastrand::u64(..),
+            incarnation,
             stage: watch::Sender::new(Stage::Serving),
             ready: watch::Sender::new(0),
             front,
@@ -223,6 +246,102 @@ impl Fleet {
             }
             self.with_router(|_, _| ());
         }
+    }
+
+    // Requests that are carried.
+
+    /// Calls the desk, and does what follows from the call.
+    pub(crate) fn with_desk<R>(&self, call: impl FnOnce(&mut Desk, Time) -> R) -> R {
+        let mut desk = self.desk.lock();
+        let result = call(&mut desk, self.clock.now());
+        let effects = desk.take_effects();
+        let next = desk.poll_timeout().0;
+        let earlier = next < self.desk_timer_at.swap(next, Ordering::Relaxed);
+        drop(desk);
+        if earlier {
+            self.desk_timer.notify_one();
+        }
+        for effect in effects {
+            self.follow(effect);
+        }
+        result
+    }
+
+    fn follow(&self, effect: Effect) {
+        match effect {
+            Effect::Suspected { replica, suspicion } => {
+                let Some(engine) = self.engine(replica) else { return };
+                if engine.facts().health == Health::Ready {
+                    tracing::warn!(replica = %engine.name, %suspicion, "replica is suspected");
+                    self.set_unready(&engine, Health::Suspect);
+                }
+                engine.probe.notify_one();
+            }
+            Effect::Trusted { replica } => {
+                if let Some(engine) = self.engine(replica) {
+                    engine.probe.notify_one();
+                }
+            }
+            Effect::Arrived { request, to } => _ = self.with_router(|router, now| router.moved(request, to, now)),
+            Effect::Settled { request } => self.rounds().settled(request),
+            Effect::Ended(record) => {
+                self.rounds().observe(&record);
+                self.metrics.move_ended(&record);
+                let name = |id: ReplicaId| self.engine(id).map_or_else(|| id.to_string(), |engine| engine.name.clone());
+                tracing::info!(
+                    request = %record.request, choice = record.choice, from = name(record.from), to = name(record.to),
+                    outcome = record.outcome.name(), why = record.why, bytes_sent = record.bytes_sent, blocks_already_held = record.blocks_already_held,
+                    gap_ms = record.gap_ms, took_ms = record.took_ms, "move: {}", record.reason
+                );
+            }
+        }
+    }
+
+    /// Asks the desk again when it wants to be asked; runs as long as the gateway.
+    pub(crate) async fn keep_desk(&self) {
+        loop {
+            let next = Time(self.desk_timer_at.load(Ordering::Relaxed));
+            tokio::select! {
+                () = tokio::time::sleep_until(self.clock.instant(next)) => self.with_desk(Desk::timeout),
+                () = self.desk_timer.notified() => {}
+            }
+        }
+    }
+
+    /// What decides moves. Never held while the desk or the router is asked.
+    pub(crate) fn rounds(&self) -> parking_lot::MutexGuard<'_, Rounds> {
+        self.rounds.lock()
+    }
+
+    pub(crate) fn carry_identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    /// By what answers of an engine's tokens are made; none where the gateway does not know its model's tokenizer or its size.
+    pub(crate) fn service(&self, engine: &Engine) -> Option<Arc<Service>> {
+        let tokenizer = self.tokenizer.as_ref()?;
+        let mut facts = engine.facts();
+        let spec = facts.spec?;
+        let fits = |service: &&Arc<Service>| service.limits.max_model_len == spec.max_model_len.0 && service.block_size == spec.block_size;
+        if let Some(service) = facts.service.as_ref().filter(fits) {
+            return Some(service.clone());
+        }
+        let service = Arc::new(Service {
+            tokenizer: tokenizer.clone(),
+            limits: Limits { max_model_len: spec.max_model_len.0, vocabulary: tokenizer.vocab_size() },
+            eos: tokenizer.eos_ids().to_vec(),
+            block_size: spec.block_size,
+            orders_by_priority: true,
+        });
+        facts.service = Some(service.clone());
+        Some(service)
+    }
+
+    /// Replicas that cannot go on with what was computed with those bits.
+    pub(crate) fn cannot_go_on(&self, numerics: &str) -> Vec<ReplicaId> {
+        let engines = self.engines();
+        let desk = self.desk.lock();
+        engines.iter().map(|engine| engine.id).filter(|id| desk.numerics_of(*id) != Some(numerics)).collect()
     }
 
     // The index.
@@ -353,7 +472,8 @@ impl Fleet {
             let begun = snapshot.and_then(|snapshot| placement.router.begin_restore(spec.id, snapshot, age, now));
             (begun, age)
         });
-        placement.router.set_state(spec.id, ReplicaState::Ready, now);
+        let drains = self.engine(spec.id).is_some_and(|engine| engine.facts().draining.is_some());
+        placement.router.set_state(spec.id, if drains { ReplicaState::Draining } else { ReplicaState::Ready }, now);
         self.release_held(&mut placement, now);
         drop(placement);
         match restored {
@@ -386,7 +506,7 @@ impl Fleet {
     }
 
     pub(crate) fn ready_replicas(&self) -> usize {
-        self.engines().iter().filter(|engine| engine.facts().health == Health::Ready).count()
+        self.engines().iter().filter(|engine| engine.facts().takes_requests()).count()
     }
 
     /// To be called after an engine's health changed.
@@ -406,6 +526,40 @@ impl Fleet {
         if health == Health::Dead {
             engine.died();
         }
+    }
+
+    /// Requests that were sent to the replica and have not ended.
+    pub(crate) fn in_flight(&self, id: ReplicaId) -> u32 {
+        let statuses = self.peek_router(|router, now| router.fleet(now));
+        statuses.iter().find(|status| status.id == id).map_or(0, |status| status.in_flight)
+    }
+
+    /// Notes which draining replicas are empty by now.
+    pub(crate) fn note_drained(&self) {
+        for engine in self.engines() {
+            if engine.facts().draining.is_some_and(|drain| drain.emptied.is_none()) && self.in_flight(engine.id) == 0 {
+                let now = self.clock.now();
+                let mut facts = engine.facts();
+                if let Some(drain) = &mut facts.draining {
+                    drain.emptied = Some(now);
+                    tracing::info!(replica = engine.name, took = ?now.since(drain.since), "drained");
+                }
+            }
+        }
+    }
+
+    /// No new requests go to the engine, and those that can move leave it, until it is told otherwise. Outlives its process.
+    pub(crate) fn set_draining(&self, engine: &Engine, drain: Option<Drain>) {
+        let health = {
+            let mut facts = engine.facts();
+            facts.draining = drain;
+            facts.health
+        };
+        if health == Health::Ready {
+            let state = if drain.is_some() { ReplicaState::Draining } else { ReplicaState::Ready };
+            self.with_router(|router, now| router.set_state(engine.id, state, now));
+        }
+        self.health_changed();
     }
 
     /// Ends when at least `replicas` take requests.

@@ -64,9 +64,10 @@ impl Gateway {
     /// it prompts are estimated. Must be called within a tokio runtime.
     pub fn new(config: GatewayConfig, text: Option<Arc<Tokenizer>>) -> Result<Self, ConfigError> {
         config.check()?;
-        let tokenization = Tokenization::new(text, config.gateway.text_cache_bytes);
+        let fleet_key = config.gateway.fleet_key_file.as_deref().map(baton_link::read_fleet_key).transpose()?;
+        let tokenization = Tokenization::new(text.clone(), config.gateway.text_cache_bytes);
         let shared = Shared {
-            fleet: Arc::new(Fleet::new(config.gateway, &config.policy)),
+            fleet: Arc::new(Fleet::new(config.gateway, &config.policy, fleet_key, text)),
             tokenization,
             turn: AtomicUsize::new(0),
             address: OnceLock::new(),
@@ -102,6 +103,7 @@ impl Gateway {
         let fleet = &self.shared.fleet;
         let Some(engine) = fleet.engine(id) else { return };
         fleet.set_unready(&engine, Health::Dead);
+        fleet.with_desk(|desk, now| desk.gone(id, now));
     }
 
     /// Replicas that take requests.
@@ -129,10 +131,14 @@ impl Gateway {
         let door = api::Door::new(shared.clone(), app);
         let fleet = shared.fleet.clone();
         let timer = TaskGuard::spawn(async move { fleet.keep_time().await });
+        let fleet = shared.fleet.clone();
+        let desk = TaskGuard::spawn(async move { fleet.keep_desk().await });
+        let fleet = shared.fleet.clone();
+        let balance = TaskGuard::spawn(async move { fleet.keep_balance().await });
         let keeper = TaskGuard::spawn(snapshot::keep(shared.fleet.clone()));
         let draining = async {
             self.drain_after(shutdown).await;
-            drop(timer);
+            drop((timer, desk, balance));
         };
         tokio::join!(listener::serve(listener, door, shared.fleet.clone()), draining);
         drop(keeper);

@@ -145,20 +145,19 @@ impl Intake {
         }
     }
 
+    /// The body for an answer that is made here, without its prompt, of which the tokens are known.
+    pub(crate) fn carried_body(&self, takes_priority: bool, model: &str) -> Vec<u8> {
+        let mut edits = self.common_edits(EngineKind::Baton, takes_priority, model);
+        edits.push(match self.api {
+            Api::Chat => Edit::set("messages", &[(); 0]),
+            Api::Completions => Edit::set("prompt", &""),
+        });
+        Vec::from(self.body.edited(&edits)).concat()
+    }
+
     /// The body for an engine, in pieces.
     pub(crate) fn upstream_body(&self, kind: EngineKind, takes_priority: bool, model: &str, mode: Mode) -> VecDeque<Bytes> {
-        let mut edits: Vec<Edit> = self.stripped.iter().map(|field| Edit::remove(field)).collect();
-        if self.model.as_deref() != Some(model) {
-            edits.push(Edit::set("model", &model));
-        }
-        edits.push(match &self.salt {
-            Some(salt) if kind.takes_salt() => Edit::set("cache_salt", salt),
-            Some(_) | None => Edit::remove("cache_salt"),
-        });
-        edits.push(match self.identity.priority.0 {
-            priority if takes_priority && priority != 0 => Edit::set("priority", &priority),
-            _ => Edit::remove("priority"),
-        });
+        let mut edits = self.common_edits(kind, takes_priority, model);
         if mode == Mode::Whole {
             edits.extend([Edit::remove("stream"), Edit::remove("stream_options")]);
             return self.body.edited(&edits);
@@ -173,11 +172,28 @@ impl Intake {
         }
         self.body.edited(&edits)
     }
+
+    /// What the gateway changes however the request is sent.
+    fn common_edits(&self, kind: EngineKind, takes_priority: bool, model: &str) -> Vec<Edit> {
+        let mut edits: Vec<Edit> = self.stripped.iter().map(|field| Edit::remove(field)).collect();
+        if self.model.as_deref() != Some(model) {
+            edits.push(Edit::set("model", &model));
+        }
+        edits.push(match &self.salt {
+            Some(salt) if kind.takes_salt() => Edit::set("cache_salt", salt),
+            Some(_) | None => Edit::remove("cache_salt"),
+        });
+        edits.push(match self.identity.priority.0 {
+            priority if takes_priority && priority != 0 => Edit::set("priority", &priority),
+            _ => Edit::remove("priority"),
+        });
+        edits
+    }
 }
 
 impl PromptSource {
     /// Prompts in the request.
-    fn count(&self) -> u64 {
+    pub(crate) fn count(&self) -> u64 {
         match self {
             Self::Chat(_) => 1,
             Self::Completion { prompt, .. } => prompt.len() as u64,

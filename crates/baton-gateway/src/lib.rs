@@ -9,6 +9,7 @@ mod admin;
 mod api;
 mod assemble;
 mod body;
+mod carry;
 mod chunk;
 mod clock;
 mod config;

@@ -14,7 +14,11 @@ use std::{
 use baton_session::Fault;
 use baton_units::{ReplicaId, Tokens};
 
-use crate::{engine::Health, fleet::Fleet};
+use crate::{
+    carry::{MoveOutcome, MoveRecord},
+    engine::Health,
+    fleet::Fleet,
+};
 
 /// Upper bounds in seconds, for times from a warm first token to a long answer.
 const BOUNDS_S: [f64; 16] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0];
@@ -31,6 +35,12 @@ pub(crate) struct Metrics {
     held: Histogram,
     /// From a request's bytes to its verdict's call, tokenizing included.
     intake: Histogram,
+    /// By reason and outcome.
+    moves: Mutex<BTreeMap<(&'static str, &'static str), u64>>,
+    move_bytes: AtomicU64,
+    move_blocks_held: AtomicU64,
+    move_compute_gap: Histogram,
+    move_client_gap: Histogram,
 }
 
 #[derive(Debug, Default, Clone, Copy)]
@@ -117,6 +127,19 @@ impl Metrics {
     }
 
     /// The page. Gauges are read from the fleet at this moment; `text_cache_bytes` are in use for tokens of known text.
+    pub(crate) fn move_ended(&self, record: &MoveRecord) {
+        *lock(&self.moves).entry((record.kind, record.outcome.name())).or_default() += 1;
+        self.move_bytes.fetch_add(record.bytes_sent, Ordering::Relaxed);
+        self.move_blocks_held.fetch_add(u64::from(record.blocks_already_held), Ordering::Relaxed);
+        let seconds = |ms: f64| Duration::from_secs_f64(ms / 1e3);
+        if let Some(gap) = record.compute_gap_ms.filter(|_| record.outcome == MoveOutcome::Moved) {
+            self.move_compute_gap.observe(seconds(gap));
+        }
+        if let Some(gap) = record.gap_ms {
+            self.move_client_gap.observe(seconds(gap));
+        }
+    }
+
     pub(crate) fn render(&self, fleet: &Fleet, text_cache_bytes: usize) -> String {
         let mut page = Page::default();
         page.family("baton_requests_total", "counter", "Requests that ended, by route and outcome.");
@@ -132,6 +155,7 @@ impl Metrics {
         page.histogram("baton_request_duration_seconds", "From a request's arrival to its end.", &self.duration);
         page.histogram("baton_held_seconds", "In the router's queue, for requests that did not go at once.", &self.held);
         page.histogram("baton_intake_seconds", "Parsing, tokenizing and keying a request.", &self.intake);
+        self.render_moves(&mut page);
         self.render_replicas(&mut page, fleet);
         render_index(&mut page, fleet);
         page.family("baton_text_cache_bytes", "gauge", "Memory of the tokens of text that was seen before.");
@@ -147,6 +171,23 @@ impl Metrics {
         page.family("baton_live_requests", "gauge", "Requests in the gateway.");
         page.sample("baton_live_requests", &[], fleet.live().len() as f64);
         page.text
+    }
+
+    fn render_moves(&self, page: &mut Page) {
+        page.family("baton_moves_total", "counter", "Moves of running sequences between replicas that ended, by reason and outcome.");
+        for ((reason, outcome), count) in lock(&self.moves).iter() {
+            page.sample("baton_moves_total", &[("reason", reason), ("outcome", outcome)], *count as f64);
+        }
+        page.family("baton_move_bytes_total", "counter", "KV that was sent for moves.");
+        page.sample("baton_move_bytes_total", &[], self.move_bytes.load(Ordering::Relaxed) as f64);
+        page.family("baton_move_blocks_held_total", "counter", "Blocks that were not sent since the target had them.");
+        page.sample("baton_move_blocks_held_total", &[], self.move_blocks_held.load(Ordering::Relaxed) as f64);
+        page.histogram(
+            "baton_move_compute_gap_seconds",
+            "From a moving sequence's freeze until it may go on elsewhere.",
+            &self.move_compute_gap,
+        );
+        page.histogram("baton_move_client_gap_seconds", "Between a stream's tokens before and after its move.", &self.move_client_gap);
     }
 
     fn render_replicas(&self, page: &mut Page, fleet: &Fleet) {

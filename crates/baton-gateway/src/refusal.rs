@@ -61,6 +61,8 @@ pub(crate) enum Refusal {
     MethodNotAllowed,
     Unauthorized,
     NotFound(String),
+    /// It cannot be done as things are.
+    Conflict(String),
     /// The request ran and came to nothing.
     Ended(End),
 }
@@ -113,6 +115,7 @@ impl Refusal {
             Self::MethodNotAllowed => ErrorBody::new(405, "MethodNotAllowedError", None, "this path does not take this method"),
             Self::Unauthorized => ErrorBody::new(401, "AuthenticationError", None, "send the admin key as `Authorization: Bearer KEY`"),
             Self::NotFound(what) => ErrorBody::not_found(what.clone()),
+            Self::Conflict(why) => ErrorBody::new(409, "ConflictError", None, why.clone()),
             Self::Ended(end) => ended(*end),
         };
         (body.code, body)
@@ -134,6 +137,7 @@ impl Refusal {
             | Self::MethodNotAllowed
             | Self::Unauthorized
             | Self::NotFound(_)
+            | Self::Conflict(_)
             | Self::Ended(_) => None,
         }
     }

@@ -1,6 +1,6 @@
 //! `baton bench`: an open-loop load generator for any OpenAI address.
 
-mod client;
+pub(crate) mod client;
 mod compare;
 mod drive;
 mod report;

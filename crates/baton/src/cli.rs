@@ -26,6 +26,18 @@ pub(crate) enum Command {
     Price(crate::price::PriceArgs),
     /// Load an OpenAI address and measure latency and prefix hits
     Bench(BenchArgs),
+    /// List the replicas of a running gateway
+    Fleet(crate::operate::FleetArgs),
+    /// List its requests
+    Requests(crate::operate::FleetArgs),
+    /// List the latest moves of running requests between replicas
+    Moves(crate::operate::MovesArgs),
+    /// Move a running request to another replica; its client does not notice
+    Migrate(crate::operate::MigrateArgs),
+    /// Empty a replica: new requests go elsewhere, running ones move away
+    Drain(crate::operate::DrainArgs),
+    /// Send a drained replica requests again
+    Undrain(crate::operate::UndrainArgs),
     /// Fetch model weights
     Model {
         #[command(subcommand)]

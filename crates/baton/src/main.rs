@@ -7,6 +7,7 @@ mod bench;
 mod cli;
 mod host;
 mod model_pull;
+mod operate;
 mod price;
 mod replica;
 mod serve;
@@ -40,6 +41,12 @@ fn main() -> ExitCode {
         Command::Replica(args) => replica::run(&args),
         Command::Price(args) => price::run(&args, &mut io::stdout().lock()),
         Command::Bench(args) => bench::run(&args),
+        Command::Fleet(args) => operate::fleet(&args, &mut io::stdout().lock()),
+        Command::Requests(args) => operate::requests(&args, &mut io::stdout().lock()),
+        Command::Moves(args) => operate::moves(&args, &mut io::stdout().lock()),
+        Command::Migrate(args) => operate::migrate(&args, &mut io::stdout().lock()),
+        Command::Drain(args) => operate::drain(&args, &mut io::stdout().lock()),
+        Command::Undrain(args) => operate::undrain(&args, &mut io::stdout().lock()),
         Command::Model { command: ModelCommand::Pull(args) } => model_pull::run(&args),
     };
     match done {

@@ -15,6 +15,7 @@ use serde::Deserialize;
 
 use super::prometheus;
 use crate::{
+    carry::link::Destination,
     config::EngineKind,
     engine::{Engine, Facts},
     upstream::{FetchError, Upstream},
@@ -39,6 +40,7 @@ pub(super) struct Sighting {
     running: Option<u32>,
     prefill_backlog: Option<u32>,
     pub(super) kv_source: Option<KvEventSource>,
+    pub(super) migration: Option<Destination>,
 }
 
 /// Asks an engine how it is.
@@ -143,6 +145,7 @@ impl Sighting {
             running: Some(report.running),
             prefill_backlog: Some(u32::try_from(report.prefill_backlog_tokens).unwrap_or(u32::MAX)),
             kv_source: report.kv_events.clone(),
+            migration: report.migration.as_ref().map(|source| Destination::of(source, report.incarnation)),
         }
     }
 

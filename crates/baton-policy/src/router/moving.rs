@@ -142,6 +142,7 @@ impl Router {
     /// source's cache if it was computed. False, and nothing changes, where the request is not in flight, is there already, or `to` is
     /// dead or not in the fleet.
     pub fn moved(&mut self, request: RequestId, to: ReplicaId, now: Time) -> bool {
+        self.keep_books();
         let Some(target) = self.replicas.get(to).filter(|target| target.state != ReplicaState::Dead) else { return false };
         let incarnation = target.spec.incarnation;
         let Some(mut flight) = self.flights.remove(&request) else { return false };

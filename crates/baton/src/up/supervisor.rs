@@ -32,7 +32,7 @@ pub(super) struct Recipe {
 impl Recipe {
     pub(super) fn new(engine: EngineKind, flags: &[&str]) -> Result<Self> {
         let executable = std::env::current_exe().context("this program cannot find itself to start replicas")?;
-        let fixed = ["replica", "--with-parent", "--port", "0", "--engine", engine.as_str()];
+        let fixed = ["replica", "--with-parent", "--port", "0", "--migration-port", "0", "--engine", engine.as_str()];
         Ok(Self { executable, args: fixed.iter().chain(flags).map(|&arg| arg.to_owned()).collect() })
     }
 

@@ -1,0 +1,156 @@
+//! The loop that moves requests: what the gateway knows, told to the rule that decides, and what was decided, carried out.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use baton_cost::{Link as Wire, MoveWay};
+use baton_policy::{
+    MoveTerms,
+    mover::{DrainForecast, FleetFacts, Move, MoveReason, Mover, OrderRefusal, drain_forecast},
+};
+use baton_units::{Blocks, Bytes, ReplicaId, RequestId, Time};
+use tokio::sync::oneshot;
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::{Desk, MoveOutcome, MoveRecord, NotMovable};
+use crate::fleet::Fleet;
+
+/// Between looks at the fleet, as in Llumnix.
+const EVERY: Duration = Duration::from_millis(50);
+/// What a replica's link is taken for until a move has shown it: 10 Gbit/s.
+const LINK_BYTES_PER_S: f64 = 1.25e9;
+/// Weight of the latest move in what is known of a link.
+const LINK_GAIN: f64 = 0.3;
+/// A move of less shows its round trips and not the link.
+const SHOWN_BYTES_MIN: u64 = 1 << 20;
+/// Share of its blocks that an engine keeps free when it admits.
+const WATERMARK: f64 = 0.01;
+
+/// Decides moves, with what it goes by.
+#[derive(Debug, Default)]
+pub(crate) struct Rounds {
+    mover: Mover,
+    /// Bytes per second out of each replica, as its moves showed.
+    links: BTreeMap<ReplicaId, f64>,
+}
+
+/// Why an operator's move was not begun.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum NotMoved {
+    #[error(transparent)]
+    Refused(#[from] OrderRefusal),
+    #[error(transparent)]
+    NotMovable(#[from] NotMovable),
+}
+
+impl Rounds {
+    /// Bytes per second of the replica's link, measured or assumed.
+    pub(crate) fn link_bytes_per_s(&self, replica: ReplicaId) -> f64 {
+        self.links.get(&replica).copied().unwrap_or(LINK_BYTES_PER_S)
+    }
+
+    /// Takes in what a move showed.
+    pub(crate) fn observe(&mut self, record: &MoveRecord) {
+        let copied_ms = record.copied_ms.filter(|_| record.outcome == MoveOutcome::Moved && record.bytes_sent >= SHOWN_BYTES_MIN);
+        if let Some(ms) = copied_ms.filter(|ms| *ms > 0.0) {
+            let shown = record.bytes_sent as f64 / (ms / 1e3);
+            let known = self.links.entry(record.from).or_insert(shown);
+            *known += LINK_GAIN * (shown - *known);
+        }
+    }
+
+    /// The request is at rest again.
+    pub(crate) fn settled(&mut self, request: RequestId) {
+        self.mover.ended(request);
+    }
+}
+
+impl Fleet {
+    /// Looks after the fleet for as long as the gateway runs.
+    pub(crate) async fn keep_balance(&self) {
+        let mut ticks = tokio::time::interval(EVERY);
+        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            ticks.tick().await;
+            self.balance();
+            self.note_drained();
+        }
+    }
+
+    fn balance(&self) {
+        let now = self.clock.now();
+        let facts = self.facts(now);
+        if facts.replicas.len() < 2 {
+            return;
+        }
+        let moves = self.rounds().mover.plan(&facts, now);
+        for decided in moves {
+            // Who lost a replica is placed by its own exchange, by price.
+            if matches!(decided.reason, MoveReason::Forced { .. }) {
+                self.rounds().settled(decided.request);
+                continue;
+            }
+            let request = decided.request;
+            if let Err(error) = self.with_desk(|desk, now| desk.depart(decided, None, now)) {
+                tracing::debug!(%request, %error, "a move was not begun");
+                self.rounds().settled(request);
+            }
+        }
+    }
+
+    /// Begins the move that an operator asks for; the receiver hears how it ended.
+    pub(crate) fn order_move(&self, request: RequestId, to: ReplicaId) -> Result<(Move, oneshot::Receiver<Vec<MoveRecord>>), NotMoved> {
+        let now = self.clock.now();
+        self.with_desk(|desk, _| desk.check_departure(request, to))?;
+        let facts = self.facts(now);
+        let ordered = self.rounds().mover.order(&facts, request, Some(to), now)?;
+        // Whoever orders a move wants the KV moved, whatever is cheaper.
+        let ordered = Move { way: MoveWay::Kv, ..ordered };
+        let (tell, told) = oneshot::channel();
+        let departed = self.with_desk(|desk, now| desk.depart(ordered.clone(), Some(tell), now));
+        if let Err(error) = departed {
+            self.rounds().settled(request);
+            return Err(error.into());
+        }
+        Ok((ordered, told))
+    }
+
+    /// What draining the replica would take, as things are.
+    pub(crate) fn forecast_drain(&self, replica: ReplicaId) -> Option<DrainForecast> {
+        let facts = self.facts(self.clock.now());
+        let config = self.rounds().mover.config().clone();
+        drain_forecast(&facts, replica, &config)
+    }
+
+    /// The fleet as the rule wants to see it: replicas that are reached, and of their requests which can be moved.
+    fn facts(&self, now: Time) -> FleetFacts {
+        let terms = self.with_desk(|desk, _| self.terms(desk));
+        let mut facts = self.peek_router(|router, _| router.fleet_facts(|id| terms.get(&id).cloned(), now));
+        self.with_desk(|desk, _| {
+            for replica in &mut facts.replicas {
+                for one in &mut replica.running {
+                    one.movable &= desk.is_movable(one.request);
+                }
+                for one in &mut replica.waiting {
+                    one.movable &= desk.can_begin_anew(one.request);
+                }
+            }
+        });
+        facts
+    }
+
+    fn terms(&self, desk: &Desk) -> BTreeMap<ReplicaId, MoveTerms> {
+        let rounds = self.rounds();
+        let of = |id: ReplicaId| {
+            let layout = desk.kv_layout_of(id)?;
+            let blocks = self.engine(id)?.facts().spec?.kv_blocks;
+            let bytes_per_s = rounds.link_bytes_per_s(id);
+            Some(MoveTerms {
+                numerics: xxh3_64(desk.numerics_of(id)?.as_bytes()),
+                kv_bytes_per_token: Bytes(layout.block_bytes).as_f64() / f64::from(layout.block_size.max(1)),
+                link: Wire::custom(bytes_per_s / 1e9),
+                watermark: Blocks((blocks.as_f64() * WATERMARK) as u32),
+            })
+        };
+        self.engines().iter().filter_map(|engine| Some((engine.id, of(engine.id)?))).collect()
+    }
+}
