@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use baton_cost::{Device, ModelShape, StepCoefficients};
-use baton_policy::RouterConfig;
+use baton_policy::{RouterConfig, mover::MoverConfig};
 use baton_units::{BlockSize, Blocks, Priority, Time, Tokens};
 
 use crate::{Link, Shape, WorkloadName};
@@ -35,6 +35,32 @@ pub struct Scenario {
     pub priorities: Vec<(Priority, f64)>,
     /// What clients do that are turned away for the load. `None`: they give up.
     pub returns: Option<Returns>,
+    /// The loop that moves running requests, on the scheduler's engines. `None`: requests stay where they are sent.
+    pub moves: Option<Moves>,
+}
+
+/// How running requests move.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Moves {
+    /// Between two looks at the fleet.
+    pub period: Duration,
+    pub mover: MoverConfig,
+    /// Between any two replicas, for KV.
+    pub link: baton_cost::Link,
+    /// What a token's KV counts as on it.
+    pub kv_bytes_per_token: f64,
+}
+
+impl Moves {
+    /// The reference machine's KV every 50 ms over one of the lecture's links.
+    pub fn over(link: &str) -> Self {
+        Self {
+            period: Duration::from_millis(50),
+            mover: MoverConfig::default(),
+            link: baton_cost::Link::preset(link).expect("a link of the lecture"),
+            kv_bytes_per_token: reference_shape().kv_bytes(Tokens(1)),
+        }
+    }
 }
 
 /// A client that is told to retry later does so: after the seconds that the gateway would send (`Retry-After`, RFC 9110 section 10.2.3,
@@ -101,12 +127,27 @@ impl Scenario {
             parted: None,
             priorities: Vec::new(),
             returns: None,
+            moves: None,
         }
     }
 }
 
 /// Llama-2-7B with GQA-8 on an H100: the machine of every published figure here.
 pub fn reference_step() -> StepCoefficients {
-    let shape = ModelShape::preset("llama-2-7b-gqa8").expect("the preset exists");
-    StepCoefficients::from_profile(&shape, &Device::preset("h100").expect("the preset exists"))
+    StepCoefficients::from_profile(&reference_shape(), &reference_device())
+}
+
+/// KV blocks of 16 tokens that fit beside the weights on the reference machine.
+pub fn reference_blocks() -> Blocks {
+    let shape = reference_shape();
+    let tokens = baton_cost::kv_budget_bytes(&shape, &reference_device()) / shape.kv_bytes(Tokens(1));
+    Tokens(tokens as u32).full_blocks(BlockSize::DEFAULT)
+}
+
+fn reference_shape() -> ModelShape {
+    ModelShape::preset("llama-2-7b-gqa8").expect("the preset exists")
+}
+
+fn reference_device() -> Device {
+    Device::preset("h100").expect("the preset exists")
 }

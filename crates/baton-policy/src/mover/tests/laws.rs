@@ -137,7 +137,9 @@ proptest! {
             prop_assert!(moves.iter().all(|one| one.from == ReplicaId(0) && matches!(one.reason, MoveReason::Drain { .. })), "{moves:?}");
             let ran = |one: &&Move| facts.replicas[0].running.iter().any(|own| own.request == one.request);
             total_s += moves.iter().filter(ran).map(|one| way_price(&one.price).total_s).sum::<f64>();
-            moves.iter().for_each(|one| mover.ended(one.request));
+            for one in &moves {
+                mover.ended(one.request);
+            }
             carry_out(&mut facts, &moves);
             admit(&mut facts);
         }
