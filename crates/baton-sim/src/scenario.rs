@@ -4,13 +4,15 @@ use baton_cost::{Device, ModelShape, StepCoefficients};
 use baton_policy::{RouterConfig, mover::MoverConfig};
 use baton_units::{BlockSize, Blocks, Priority, Time, Tokens};
 
-use crate::{Link, Shape, WorkloadName};
+use crate::{ClientRequest, Link, Shape, WorkloadName};
 
 /// Everything that a run depends on.
 #[derive(Debug, Clone)]
 pub struct Scenario {
     pub workload: WorkloadName,
     pub shape: Shape,
+    /// Requests beside those of the workload, none of which has a next one.
+    pub also: Vec<ClientRequest>,
     pub engine: EngineModel,
     pub replicas: usize,
     pub router: RouterConfig,
@@ -111,6 +113,7 @@ impl Scenario {
         Self {
             workload,
             shape: Shape::lab(workload, replicas),
+            also: Vec::new(),
             engine,
             replicas,
             router,

@@ -1,9 +1,7 @@
 use std::collections::BTreeMap;
 
 use baton_cost::StepCoefficients;
-use baton_engine::{
-    Engine, EngineConfig, KvMemory, NewRequest, SamplingParams, StepResult, Timed, TokenBudget, TokenSource,
-};
+use baton_engine::{Engine, EngineConfig, KvMemory, NewRequest, SamplingParams, StepResult, Timed, TokenBudget, TokenSource};
 use baton_kv::{BlockId, BlockKey, EngineHash, KvEvent};
 use baton_policy::LoadReport;
 use baton_units::{BlockSize, Blocks, DurationMs, Time, Tokens};

@@ -163,7 +163,7 @@ impl<'a> Simulation<'a> {
             self.router.upsert_replica(self.spec(replica), Time::ZERO);
             self.schedule_report(replica, Time::ZERO);
         }
-        for request in self.workload.first() {
+        for request in self.workload.first().into_iter().chain(self.scenario.also.iter().cloned()) {
             self.expect_arrival(request);
         }
         for fault in &self.scenario.faults {
@@ -541,9 +541,7 @@ impl<'a> Simulation<'a> {
         let kept = self.scenario.router.decisions_kept;
         let mut decisions: Vec<DecisionRecord> = self.router.decisions(kept).iter().map(|record| DecisionRecord::clone(record)).collect();
         decisions.sort_by_key(|record| record.request);
-        let preemptions = |replica: &Replica| {
-            replica.preemptions_before + if replica.alive { replica.engine.preemptions() } else { 0 }
-        };
+        let preemptions = |replica: &Replica| replica.preemptions_before + if replica.alive { replica.engine.preemptions() } else { 0 };
         let busy = |replica: &Replica| replica.busy_before_ms + if replica.alive { replica.engine.busy_ms() } else { 0.0 };
         Outcome {
             sent: self.tally.sent,

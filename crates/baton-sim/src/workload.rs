@@ -59,7 +59,11 @@ impl FromStr for WorkloadName {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().chain([Self::Tails]).find(|workload| workload.to_string() == name).ok_or_else(|| format!("no workload is called `{name}`"))
+        Self::ALL
+            .into_iter()
+            .chain([Self::Tails])
+            .find(|workload| workload.to_string() == name)
+            .ok_or_else(|| format!("no workload is called `{name}`"))
     }
 }
 
@@ -174,6 +178,15 @@ pub struct ClientRequest {
     pub session: Option<u64>,
     /// Place of its task, for agents.
     task: Option<usize>,
+}
+
+impl ClientRequest {
+    /// One that stands alone: `tokens` that no other request begins with, unless it has the same `text` below 2^32.
+    #[must_use]
+    pub fn alone(at: Time, text: u64, tokens: usize, output: u32) -> Self {
+        let prompt: Vec<u32> = stream((1 << 33) + text, 0..tokens).collect();
+        Self { at, kind: RequestKind::Short, prompt: prompt.into(), shared: 0, output, session: None, task: None }
+    }
 }
 
 /// A seeded stream of requests; agents' next steps depend on when the last one ended.

@@ -8,7 +8,10 @@ use std::{collections::BTreeMap, time::Duration};
 
 use baton_cost::MoveWay;
 use baton_engine::{Phase, PreparedId, SequenceId, SequenceState, SequenceView};
-use baton_policy::{MoveTerms, mover::{Move, Mover}};
+use baton_policy::{
+    MoveTerms,
+    mover::{Move, Mover},
+};
 use baton_units::{Blocks, ReplicaId, RequestId, Time, Tokens};
 
 use super::{Event, Simulation};
@@ -56,11 +59,19 @@ pub(super) enum Stage {
     /// The source copies what is full, or freezes.
     Round,
     /// Blocks have arrived.
-    Write { from: usize, until: usize, bytes: Vec<u8> },
+    Write {
+        from: usize,
+        until: usize,
+        bytes: Vec<u8>,
+    },
     /// The source takes it out of its batch, at the end of a step.
     Freeze,
     /// The last blocks and the state have arrived.
-    Last { from: usize, bytes: Vec<u8>, state: Box<SequenceState> },
+    Last {
+        from: usize,
+        bytes: Vec<u8>,
+        state: Box<SequenceState>,
+    },
     /// The gateway is asked to make the target the owner.
     Commit(Box<SequenceState>),
     /// The target may run it.
@@ -227,7 +238,14 @@ impl Simulation<'_> {
                     Err(_) => self.stay(request, "the target has no room", now),
                 }
             }
-            Stage::Asked | Stage::Round | Stage::Write { .. } | Stage::Freeze | Stage::Last { .. } | Stage::Commit(_) | Stage::Start(_) | Stage::Give
+            Stage::Asked
+            | Stage::Round
+            | Stage::Write { .. }
+            | Stage::Freeze
+            | Stage::Last { .. }
+            | Stage::Commit(_)
+            | Stage::Start(_)
+            | Stage::Give
                 if !current => {}
             Stage::Asked => self.asked(request, now),
             Stage::Round => self.round(request, now),
@@ -403,7 +421,8 @@ impl Simulation<'_> {
     /// A move comes to nothing: each side lets go of what it did for it.
     fn stay(&mut self, request: RequestId, why: &'static str, now: Time) {
         let Some(attempt) = self.moving.as_ref().and_then(|moving| moving.attempts.get(&request)) else { return };
-        let (from, to, prepared, frozen) = (attempt.from, attempt.to, attempt.prepared, attempt.frozen_at.is_some() && attempt.way == MoveWay::Kv);
+        let (from, to, prepared, frozen) =
+            (attempt.from, attempt.to, attempt.prepared, attempt.frozen_at.is_some() && attempt.way == MoveWay::Kv);
         let delay = self.link_latency();
         if let Some(prepared) = prepared {
             self.after(delay, request, to, Stage::Abandon(prepared), now);
