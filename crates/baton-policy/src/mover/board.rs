@@ -1,6 +1,6 @@
 //! The fleet as a plan changes it.
 
-use baton_cost::MovePrice;
+use baton_cost::{Link, MoveCase, MovePrice};
 use baton_units::{Blocks, ReplicaId, RequestId, Tokens};
 
 use super::{FleetFacts, MoverConfig, Ongoing, ReplicaFacts, RunningFacts, WaitingFacts};
@@ -22,6 +22,8 @@ pub(super) struct Load<'a> {
     /// Blocks in use, those of requests on their way here included.
     pub(super) used: f64,
     pub(super) rows: f64,
+    /// Seconds of a step that decodes what ran here when the plan began.
+    pub(super) step_s: f64,
     /// Of the waiting ones, how many left, all from the front.
     pub(super) heads_gone: usize,
     /// Waiting ones that came.
@@ -49,6 +51,7 @@ impl<'a> Load<'a> {
             facts,
             used: facts.blocks_used.as_f64(),
             rows: facts.running.len() as f64,
+            step_s: facts.step_s(),
             heads_gone: 0,
             heads_come: None,
             quiet: quiet.then(|| facts.quiet_blocks().as_f64()),
@@ -197,8 +200,23 @@ impl<'a> Board<'a> {
         self.loads[from].facts.numerics == self.loads[to].facts.numerics
     }
 
+    /// What it costs that a request of so many computed tokens goes on at `to`, which is not known to hold any of them.
     pub(super) fn price(&self, from: usize, to: usize, tokens: Tokens, decodes: bool) -> MovePrice {
-        self.loads[from].facts.price_to(self.loads[to].facts, tokens, decodes)
+        let (source, target) = (&self.loads[from], &self.loads[to]);
+        let (ours, theirs) = (&source.facts.link, &target.facts.link);
+        let slower = if ours.bytes_per_s < theirs.bytes_per_s { ours } else { theirs };
+        let link = Link { latency_s: ours.latency_s.max(theirs.latency_s), ..slower.clone() };
+        MovePrice::of(&MoveCase {
+            kv_bytes_per_token: source.facts.kv_bytes_per_token,
+            block_size: source.facts.block_size,
+            link: &link,
+            step: &target.facts.step,
+            step_s: source.step_s.max(target.step_s),
+            tokens,
+            held: Tokens::ZERO,
+            decodes,
+            queue_s: target.facts.queue_s,
+        })
     }
 
     /// A running request goes.
