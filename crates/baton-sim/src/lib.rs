@@ -17,8 +17,8 @@ mod workload;
 
 pub use clock::EventQueue;
 pub use link::Link;
-pub use outcome::{MoveRecord, Outcome, RequestOutcome};
-pub use scenario::{EngineModel, Fault, Moves, Parted, Returns, Scenario, reference_blocks, reference_step};
+pub use outcome::{DrainRecord, MoveRecord, Outcome, RequestOutcome};
+pub use scenario::{Drain, EngineModel, Fault, Moves, Parted, Returns, Scenario, reference_blocks, reference_step};
 pub use scheduled::{EngineShape, ScheduledEngine};
 pub use serial::SerialEngine;
 pub use simulation::run;

@@ -21,6 +21,8 @@ pub struct Outcome {
     pub preemptions: u64,
     /// What the loop moved, in the order of its decisions.
     pub moves: Vec<MoveRecord>,
+    /// In the order of the scenario's drains as they began.
+    pub drains: Vec<DrainRecord>,
     pub ended_at: Time,
     /// What was left in flight at the end, by the router's books, and blocks in use by the engines': zero, or something leaks.
     pub left_in_flight: u32,
@@ -29,6 +31,18 @@ pub struct Outcome {
     pub violations: Vec<String>,
     /// By request; as many of the latest as the router was told to keep.
     pub decisions: Vec<DecisionRecord>,
+}
+
+/// A replica that was to be emptied.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct DrainRecord {
+    pub replica: usize,
+    pub began: Time,
+    /// Requests that it had.
+    pub had: u32,
+    /// What the loop predicted; `None` where nothing moves.
+    pub forecast: Option<Duration>,
+    pub empty: Option<Time>,
 }
 
 /// One move, and what came of it.

@@ -28,6 +28,8 @@ pub struct Scenario {
     /// From replicas to the router, for load reports, and how often. `None`: there are no reports.
     pub reports: Option<(Link, Duration)>,
     pub faults: Vec<Fault>,
+    /// Replicas that are to be emptied: they get nothing new, and what they have moves away where `moves` are on.
+    pub drains: Vec<Drain>,
     /// Tries of a request that fails before its first token.
     pub tries: u32,
     /// Parts the fleet by prompt length, whatever the policy. A reference, not a rule that a router could go by: how to part it
@@ -106,6 +108,13 @@ pub struct Fault {
     pub returns_at: Time,
 }
 
+/// A replica is to be empty, from a moment on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Drain {
+    pub replica: usize,
+    pub at: Time,
+}
+
 impl Scenario {
     /// The peers' comparison: 8 replicas of the reference machine with 6,912 blocks of 16 tokens.
     pub fn lab(workload: WorkloadName, engine: EngineModel, router: RouterConfig, seed: u64) -> Self {
@@ -126,6 +135,7 @@ impl Scenario {
             events: None,
             reports: None,
             faults: Vec::new(),
+            drains: Vec::new(),
             tries: 3,
             parted: None,
             priorities: Vec::new(),

@@ -7,8 +7,8 @@ use baton_policy::{Arrival, DecisionRecord, Discipline, Outcome as End, Placed, 
 use baton_units::{Blocks, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
 
 use crate::{
-    ClientRequest, EngineModel, EngineOutput, EngineRequest, EngineShape, EventQueue, Outcome, RequestOutcome, Scenario, ScheduledEngine,
-    SerialEngine, TimedEngine, Workload,
+    ClientRequest, DrainRecord, EngineModel, EngineOutput, EngineRequest, EngineShape, EventQueue, Outcome, RequestOutcome, Scenario,
+    ScheduledEngine, SerialEngine, TimedEngine, Workload,
 };
 use moving::{Moment, Moving};
 
@@ -58,6 +58,7 @@ enum Event {
     Die(usize),
     Return(usize),
     RouterTimeout,
+    Drain(usize),
     LookForMoves,
     Move(Moment),
 }
@@ -124,6 +125,7 @@ struct Tally {
     retries: u32,
     held: u32,
     violations: Vec<String>,
+    drains: Vec<DrainRecord>,
 }
 
 impl<'a> Simulation<'a> {
@@ -169,6 +171,9 @@ impl<'a> Simulation<'a> {
         for fault in &self.scenario.faults {
             self.queue.schedule(fault.dies_at, Event::Die(fault.replica));
             self.queue.schedule(fault.returns_at, Event::Return(fault.replica));
+        }
+        for drain in &self.scenario.drains {
+            self.queue.schedule(drain.at, Event::Drain(drain.replica));
         }
         if let Some(moves) = &self.scenario.moves {
             self.queue.schedule(Time::ZERO + moves.period, Event::LookForMoves);
@@ -219,6 +224,7 @@ impl<'a> Simulation<'a> {
             Event::Die(replica) => self.die(replica, now),
             Event::Return(replica) => self.come_back(replica, now),
             Event::RouterTimeout => self.router_wakes_at = None,
+            Event::Drain(replica) => self.begin_drain(replica, now),
             Event::LookForMoves => self.look_for_moves(now),
             Event::Move(moment) => self.take_moment(moment, now),
         }
@@ -443,6 +449,7 @@ impl<'a> Simulation<'a> {
 
     fn end(&mut self, id: RequestId, now: Time) {
         let live = self.live.remove(&id).expect("it ends once");
+        self.note_empty(now);
         let Some(coming) = live.client else { return };
         let outcome = &mut self.outcomes[live.place];
         let done = live.tokens.len() == live.output as usize;
@@ -550,6 +557,7 @@ impl<'a> Simulation<'a> {
             retries: self.tally.retries,
             held: self.tally.held,
             preemptions: self.replicas.iter().map(preemptions).sum(),
+            drains: self.tally.drains,
             moves: self.moving.map_or_else(Vec::new, |moving| moving.records),
             ended_at: self.queue.now(),
             left_in_flight: self.router.fleet(self.queue.now()).iter().map(|replica| replica.in_flight).sum(),

@@ -3,7 +3,10 @@
 use std::time::Duration;
 
 use baton_policy::{PolicyName, RouterConfig};
-use baton_sim::{ClientRequest, EngineModel, Fault, Link, Moves, Outcome, OutputTail, RequestOutcome, Scenario, Shape, WorkloadName, run};
+use baton_sim::{
+    ClientRequest, Drain, DrainRecord, EngineModel, Fault, Link, Moves, Outcome, OutputTail, RequestOutcome, Scenario, Shape, WorkloadName,
+    run,
+};
 use baton_units::{Blocks, Time, Tokens};
 
 /// Eight replicas of the reference machine with an eighth of its memory for KV, which so fills within seconds: prompts of 512 tokens,
@@ -117,6 +120,25 @@ fn at_low_load_nothing_moves() {
         check(&outcome, "low load");
         assert_eq!(outcome.moves, [], "{policy}");
     }
+}
+
+/// Outputs take tens of seconds; their replica is empty in about as many looks as it has requests.
+#[test]
+fn a_replica_is_drained_by_moves_as_fast_as_was_predicted() {
+    let at = Time::from_ms(20_000.0);
+    let scenario = Scenario { drains: vec![Drain { replica: 2, at }], ..tails(16.0, PolicyName::LeastOutstanding, 11) };
+    let (still, moved) = (run(&scenario), run(&moving(scenario)));
+    check(&moved, "drain");
+    let took_ms = |outcome: &Outcome| outcome.drains[0].empty.expect("it became empty").as_ms() - at.as_ms();
+    let DrainRecord { had, forecast, .. } = moved.drains[0];
+    let forecast_ms = forecast.expect("the loop says so").as_secs_f64() * 1e3;
+    assert!(had >= 5 && took_ms(&still) > 10_000.0, "{had} requests, {} ms without moves", took_ms(&still));
+    assert!((took_ms(&moved) - forecast_ms).abs() <= 150.0, "{} ms, predicted {forecast_ms}", took_ms(&moved));
+    let stayed = moved.requests.iter().filter(|request| request.replica == Some(2));
+    assert!(
+        stayed.into_iter().all(|request| request.finished <= moved.drains[0].empty),
+        "nothing was sent there, and all else went on elsewhere"
+    );
 }
 
 /// Each of four replicas has room for 2,400 tokens and more, none for 4,096.

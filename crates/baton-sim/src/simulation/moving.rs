@@ -9,13 +9,13 @@ use std::{collections::BTreeMap, time::Duration};
 use baton_cost::MoveWay;
 use baton_engine::{Phase, PreparedId, SequenceId, SequenceState, SequenceView};
 use baton_policy::{
-    MoveTerms,
-    mover::{Move, Mover},
+    MoveTerms, ReplicaState,
+    mover::{Move, Mover, drain_forecast},
 };
 use baton_units::{Blocks, ReplicaId, RequestId, Time, Tokens};
 
 use super::{Event, Simulation};
-use crate::{MoveRecord, Moves, ScheduledEngine};
+use crate::{DrainRecord, MoveRecord, Moves, ScheduledEngine};
 
 /// When the source freezes: with so many blocks left, or in so manieth a round.
 const LAST_BLOCKS: usize = 16;
@@ -124,18 +124,50 @@ impl Moving {
 impl Simulation<'_> {
     /// The loop's turn.
     pub(super) fn look_for_moves(&mut self, now: Time) {
-        let (Some(settings), Some(moving)) = (&self.scenario.moves, &mut self.moving) else { return };
+        let (Some(settings), Some(terms)) = (&self.scenario.moves, self.terms()) else { return };
         // The loop ends with the last request, else the run never would.
         if self.live.is_empty() && self.arrivals_due == 0 {
             return;
         }
         self.queue.schedule(now + settings.period, Event::LookForMoves);
-        let watermark = Blocks((0.01 * self.scenario.blocks.as_f64()).ceil() as u32);
-        let terms = MoveTerms { numerics: 1, kv_bytes_per_token: settings.kv_bytes_per_token, link: settings.link.clone(), watermark };
         let facts = self.router.fleet_facts(|_| Some(terms.clone()), now);
-        for decided in moving.mover.plan(&facts, now) {
+        for decided in self.moving_mut().mover.plan(&facts, now) {
             self.begin_move(&decided, now);
         }
+    }
+
+    pub(super) fn begin_drain(&mut self, replica: usize, now: Time) {
+        let id = ReplicaId(replica as u32);
+        self.router.set_state(id, ReplicaState::Draining, now);
+        let forecast = self.terms().zip(self.scenario.moves.as_ref()).and_then(|(terms, settings)| {
+            let facts = self.router.fleet_facts(|_| Some(terms.clone()), now);
+            drain_forecast(&facts, id, &settings.mover, settings.period)
+        });
+        let had = self.on(replica) as u32;
+        let forecast = forecast.map(|forecast| forecast.finishes_in);
+        self.tally.drains.push(DrainRecord { replica, began: now, had, forecast, empty: None });
+        self.note_empty(now);
+    }
+
+    /// Notes which of the replicas that drain are empty.
+    pub(super) fn note_empty(&mut self, now: Time) {
+        for place in 0..self.tally.drains.len() {
+            if self.tally.drains[place].empty.is_none() && self.on(self.tally.drains[place].replica) == 0 {
+                self.tally.drains[place].empty = Some(now);
+            }
+        }
+    }
+
+    /// Requests that a replica has, by the gateway.
+    fn on(&self, replica: usize) -> usize {
+        self.live.values().filter(|live| live.sent_to.is_some_and(|(place, _)| place == replica)).count()
+    }
+
+    fn terms(&self) -> Option<MoveTerms> {
+        let settings = self.scenario.moves.as_ref()?;
+        // What the engines keep free.
+        let watermark = Blocks((0.01 * self.scenario.blocks.as_f64()).ceil() as u32);
+        Some(MoveTerms { numerics: 1, kv_bytes_per_token: settings.kv_bytes_per_token, link: settings.link.clone(), watermark })
     }
 
     fn begin_move(&mut self, decided: &Move, now: Time) {
@@ -366,6 +398,7 @@ impl Simulation<'_> {
                 self.outcomes[live.place].moves += 1;
             }
         }
+        self.note_empty(now);
         let delay = self.scenario.requests.delay;
         if way == MoveWay::Kv {
             self.moving_mut().mover.ended(request);
