@@ -4,7 +4,10 @@
 //! [sigma=1] [longest=8000] [scv=4] [seconds=60] [low=48] [log=N]`. Rates are arrivals a second of the fleet, for `seconds`; `blocks` are those
 //! that fit beside the weights unless they are given; outputs are log-normal with median `output`; `scv` is the squared coefficient of
 //! variation of the times between arrivals; `low` is the loop's threshold of freeness; `log` prints the first decisions in words.
-#![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program")]
+//! `moves cost` prints what one look at the fleet costs on this machine.
+#![allow(clippy::print_stdout, clippy::disallowed_methods, reason = "a program that measures")]
+
+mod cost;
 
 use std::{collections::BTreeMap, str::FromStr};
 
@@ -13,6 +16,9 @@ use baton_sim::{EngineModel, MoveRecord, Moves, Outcome, OutputTail, Scenario, S
 use baton_units::{Blocks, DurationMs, Tokens};
 
 fn main() {
+    if std::env::args().nth(1).as_deref() == Some("cost") {
+        return [8, 64, 256].into_iter().for_each(|replicas| cost::print(replicas, 100));
+    }
     let options = Options::from_args();
     println!(
         "means of {} runs; TTFT and time per output token in ms; preempted: a run's; gap: nobody computes it, p50/p99 ms",
