@@ -88,6 +88,8 @@ pub(crate) struct Replica {
     pub(crate) state: ReplicaState,
     pub(crate) ledger: Ledger,
     pub(crate) report: Option<LoadReport>,
+    /// Blocks that the latest report has in use beyond those of this router's requests.
+    pub(crate) foreign_blocks: u32,
     /// Requests sent and not ended, in no order.
     pub(crate) flights: Vec<RequestId>,
     /// Requests past their first token, and tokens of context that they read a step.
@@ -113,6 +115,7 @@ impl Replica {
             state: ReplicaState::Ready,
             ledger: Ledger::default(),
             report: None,
+            foreign_blocks: 0,
             flights: Vec::new(),
             decoding: 0,
             context: 0,
@@ -189,13 +192,15 @@ impl Replica {
     /// Blocks that a new request could take, by the ledger and the latest report; requests in flight keep `pinned` blocks of prompts.
     pub(crate) fn blocks_free(&self, pinned: usize, now: Time) -> Blocks {
         let booked = self.spec.kv_blocks.saturating_sub(Blocks(pinned as u32 + self.private_blocks));
-        self.reported_free(now).map_or(booked, |free| booked.min(free))
+        match self.fresh_report(now) {
+            Some(report) => booked.min(report.kv_blocks_free),
+            None => booked,
+        }
     }
 
-    /// Free blocks by the replica's own word, unless that is old.
-    pub(crate) fn reported_free(&self, now: Time) -> Option<Blocks> {
-        let report = self.report.filter(|report| now.since(report.taken_at) <= REPORT_TRUSTED);
-        report.map(|report| report.kv_blocks_free)
+    /// The replica's own word, unless it is old.
+    pub(crate) fn fresh_report(&self, now: Time) -> Option<LoadReport> {
+        self.report.filter(|report| now.since(report.taken_at) <= REPORT_TRUSTED)
     }
 
     pub(crate) fn responded(&mut self, took: Duration) {

@@ -262,9 +262,12 @@ impl Planning<'_> {
             }
             self.make_room(from, head, missing);
         }
-        if let Some(head) = self.facts.held.filter(|head| !self.board.ready().any(|place| self.board.loads[place].fits(head.demand))) {
+        let fits_somewhere = |head: &WaitingFacts| self.board.ready().any(|place| self.board.loads[place].fits(head.demand));
+        if let Some(head) = self.facts.held.filter(|head| !fits_somewhere(head)) {
             let missing = |place: usize| head.demand.as_f64() - self.board.loads[place].free();
-            let nearest = self.board.ready().min_by(|&a, &b| missing(a).total_cmp(&missing(b)));
+            // Where somebody waits already, the room would be that one's.
+            let no_queue = self.board.ready().filter(|&place| self.board.loads[place].head().is_none());
+            let nearest = no_queue.min_by(|&a, &b| missing(a).total_cmp(&missing(b)));
             if let Some(place) = nearest {
                 self.make_room(place, &head, missing(place).max(1.0));
             }
@@ -398,7 +401,7 @@ impl Planning<'_> {
             if after <= before {
                 continue;
             }
-            let benefit_ms = (after.min(low) - before) * source.facts.step_s() * 1e3;
+            let benefit_ms = (after.min(low) - before) * source.step_s * 1e3;
             let price = self.board.price(from, to, one.tokens, true);
             if benefit_ms <= way_price(&price).cost_s() * 1e3 || self.ends_before(one, from, &price) {
                 continue;
@@ -471,14 +474,14 @@ impl Planning<'_> {
 
     /// Its client's bound ends it before it would be worth its move.
     fn ends_before(&self, one: &RunningFacts, from: usize, price: &MovePrice) -> bool {
-        let step_s = self.board.loads[from].facts.step_s();
+        let step_s = self.board.loads[from].step_s;
         one.left_at_most.is_some_and(|left| left.as_f64() * step_s <= 2.0 * way_price(price).total_s)
     }
 
     /// What it is worth that blocks are there which the head of a queue lacks, in ms: as negative freeness, a step for each of their tokens.
     fn benefit_of_blocks_ms(&self, from: usize, blocks: f64) -> f64 {
-        let facts = self.board.loads[from].facts;
-        blocks * f64::from(facts.block_size.get()) * facts.step_s() * 1e3
+        let load = &self.board.loads[from];
+        blocks * f64::from(load.facts.block_size.get()) * load.step_s * 1e3
     }
 
     fn copy(&mut self, one: &RunningFacts, from: usize, to: usize, reason: MoveReason, price: MovePrice) {

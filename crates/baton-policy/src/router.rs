@@ -191,6 +191,8 @@ impl Router {
         replica.advance(now);
         let ms_per_token = replica.spec.step.per_token_s * 1e3;
         replica.ledger.reconcile(report.prefill_backlog, report.taken_at, ms_per_token, now);
+        let booked = self.index.blocks_pinned(id) as u32 + replica.private_blocks;
+        replica.foreign_blocks = replica.spec.kv_blocks.0.saturating_sub(report.kv_blocks_free.0).saturating_sub(booked);
         replica.report = Some(report);
         self.held.stale = true;
     }

@@ -17,11 +17,11 @@ mod workload;
 
 pub use clock::EventQueue;
 pub use link::Link;
-pub use outcome::{Outcome, RequestOutcome};
-pub use scenario::{EngineModel, Fault, Parted, Returns, Scenario, reference_step};
+pub use outcome::{DrainRecord, MoveRecord, Outcome, RequestOutcome};
+pub use scenario::{Drain, EngineModel, Fault, Moves, Parted, Returns, Scenario, reference_blocks, reference_step};
 pub use scheduled::{EngineShape, ScheduledEngine};
 pub use serial::SerialEngine;
 pub use simulation::run;
 pub use stats::{Interval, Ratio, percentile};
 pub use timed_engine::{EngineOutput, EngineRequest, TimedEngine};
-pub use workload::{Burst, ClientRequest, LabRng, RequestKind, Shape, Workload, WorkloadName};
+pub use workload::{Burst, ClientRequest, LabRng, OutputTail, RequestKind, Shape, Workload, WorkloadName};

@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use baton_policy::DecisionRecord;
-use baton_units::{Blocks, Priority, Time, Tokens};
+use baton_units::{Blocks, Priority, RequestId, Time, Tokens};
 use serde::Serialize;
 
 use crate::{RequestKind, percentile};
@@ -17,6 +17,12 @@ pub struct Outcome {
     pub copies: u32,
     pub retries: u32,
     pub held: u32,
+    /// How often an engine took a running request's blocks for another one.
+    pub preemptions: u64,
+    /// What the loop moved, in the order of its decisions.
+    pub moves: Vec<MoveRecord>,
+    /// In the order of the scenario's drains as they began.
+    pub drains: Vec<DrainRecord>,
     pub ended_at: Time,
     /// What was left in flight at the end, by the router's books, and blocks in use by the engines': zero, or something leaks.
     pub left_in_flight: u32,
@@ -25,6 +31,32 @@ pub struct Outcome {
     pub violations: Vec<String>,
     /// By request; as many of the latest as the router was told to keep.
     pub decisions: Vec<DecisionRecord>,
+}
+
+/// A replica that was to be emptied.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct DrainRecord {
+    pub replica: usize,
+    pub began: Time,
+    /// Requests that it had.
+    pub had: u32,
+    /// What the loop predicted; `None` where nothing moves.
+    pub forecast: Option<Duration>,
+    pub empty: Option<Time>,
+}
+
+/// One move, and what came of it.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct MoveRecord {
+    pub decided: Time,
+    pub request: RequestId,
+    pub reason: &'static str,
+    /// The decision in words.
+    pub text: String,
+    /// From the freeze at the source until it was in the target's batch or queue; `None` where it stayed.
+    pub gap: Option<Duration>,
+    /// Why it stayed.
+    pub stayed: Option<&'static str>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
@@ -46,6 +78,8 @@ pub struct RequestOutcome {
     pub retry_after: Option<Duration>,
     /// It was lost with its replica after its first token, or too often.
     pub failed: bool,
+    /// Moves to another replica that were made.
+    pub moves: u32,
     /// Digest of the output's tokens.
     pub output_digest: u64,
 }

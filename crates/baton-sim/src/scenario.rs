@@ -1,16 +1,18 @@
 use std::time::Duration;
 
 use baton_cost::{Device, ModelShape, StepCoefficients};
-use baton_policy::RouterConfig;
+use baton_policy::{RouterConfig, mover::MoverConfig};
 use baton_units::{BlockSize, Blocks, Priority, Time, Tokens};
 
-use crate::{Link, Shape, WorkloadName};
+use crate::{ClientRequest, Link, Shape, WorkloadName};
 
 /// Everything that a run depends on.
 #[derive(Debug, Clone)]
 pub struct Scenario {
     pub workload: WorkloadName,
     pub shape: Shape,
+    /// Requests beside those of the workload, none of which has a next one.
+    pub also: Vec<ClientRequest>,
     pub engine: EngineModel,
     pub replicas: usize,
     pub router: RouterConfig,
@@ -26,6 +28,8 @@ pub struct Scenario {
     /// From replicas to the router, for load reports, and how often. `None`: there are no reports.
     pub reports: Option<(Link, Duration)>,
     pub faults: Vec<Fault>,
+    /// Replicas that are to be emptied: they get nothing new, and what they have moves away where `moves` are on.
+    pub drains: Vec<Drain>,
     /// Tries of a request that fails before its first token.
     pub tries: u32,
     /// Parts the fleet by prompt length, whatever the policy. A reference, not a rule that a router could go by: how to part it
@@ -35,6 +39,32 @@ pub struct Scenario {
     pub priorities: Vec<(Priority, f64)>,
     /// What clients do that are turned away for the load. `None`: they give up.
     pub returns: Option<Returns>,
+    /// The loop that moves running requests, on the scheduler's engines. `None`: requests stay where they are sent.
+    pub moves: Option<Moves>,
+}
+
+/// How running requests move.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Moves {
+    /// Between two looks at the fleet.
+    pub period: Duration,
+    pub mover: MoverConfig,
+    /// Between any two replicas, for KV.
+    pub link: baton_cost::Link,
+    /// What a token's KV counts as on it.
+    pub kv_bytes_per_token: f64,
+}
+
+impl Moves {
+    /// The reference machine's KV every 50 ms over one of the lecture's links.
+    pub fn over(link: &str) -> Self {
+        Self {
+            period: Duration::from_millis(50),
+            mover: MoverConfig::default(),
+            link: baton_cost::Link::preset(link).expect("a link of the lecture"),
+            kv_bytes_per_token: reference_shape().kv_bytes(Tokens(1)),
+        }
+    }
 }
 
 /// A client that is told to retry later does so: after the seconds that the gateway would send (`Retry-After`, RFC 9110 section 10.2.3,
@@ -78,6 +108,13 @@ pub struct Fault {
     pub returns_at: Time,
 }
 
+/// A replica is to be empty, from a moment on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Drain {
+    pub replica: usize,
+    pub at: Time,
+}
+
 impl Scenario {
     /// The peers' comparison: 8 replicas of the reference machine with 6,912 blocks of 16 tokens.
     pub fn lab(workload: WorkloadName, engine: EngineModel, router: RouterConfig, seed: u64) -> Self {
@@ -85,6 +122,7 @@ impl Scenario {
         Self {
             workload,
             shape: Shape::lab(workload, replicas),
+            also: Vec::new(),
             engine,
             replicas,
             router,
@@ -97,16 +135,32 @@ impl Scenario {
             events: None,
             reports: None,
             faults: Vec::new(),
+            drains: Vec::new(),
             tries: 3,
             parted: None,
             priorities: Vec::new(),
             returns: None,
+            moves: None,
         }
     }
 }
 
 /// Llama-2-7B with GQA-8 on an H100: the machine of every published figure here.
 pub fn reference_step() -> StepCoefficients {
-    let shape = ModelShape::preset("llama-2-7b-gqa8").expect("the preset exists");
-    StepCoefficients::from_profile(&shape, &Device::preset("h100").expect("the preset exists"))
+    StepCoefficients::from_profile(&reference_shape(), &reference_device())
+}
+
+/// KV blocks of 16 tokens that fit beside the weights on the reference machine.
+pub fn reference_blocks() -> Blocks {
+    let shape = reference_shape();
+    let tokens = baton_cost::kv_budget_bytes(&shape, &reference_device()) / shape.kv_bytes(Tokens(1));
+    Tokens(tokens as u32).full_blocks(BlockSize::DEFAULT)
+}
+
+fn reference_shape() -> ModelShape {
+    ModelShape::preset("llama-2-7b-gqa8").expect("the preset exists")
+}
+
+fn reference_device() -> Device {
+    Device::preset("h100").expect("the preset exists")
 }

@@ -1,8 +1,8 @@
 use std::collections::BTreeMap;
 
 use baton_cost::StepCoefficients;
-use baton_engine::{Engine, EngineConfig, NewRequest, SamplingParams, StepResult, Timed, TokenBudget, TokenSource};
-use baton_kv::{BlockKey, EngineHash, KvEvent};
+use baton_engine::{Engine, EngineConfig, KvMemory, NewRequest, SamplingParams, StepResult, Timed, TokenBudget, TokenSource};
+use baton_kv::{BlockId, BlockKey, EngineHash, KvEvent};
 use baton_policy::LoadReport;
 use baton_units::{BlockSize, Blocks, DurationMs, Time, Tokens};
 
@@ -52,7 +52,47 @@ impl ScheduledEngine {
         }
     }
 
-    fn start(&mut self, now: Time) {
+    /// Whether no step is in flight, so that sequences can come and go.
+    pub(crate) fn between_steps(&self) -> bool {
+        self.in_flight.is_none()
+    }
+
+    pub(crate) fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    /// For what may only be done between two steps; [`Self::start`] afterwards.
+    pub(crate) fn engine_mut(&mut self) -> &mut Engine {
+        &mut self.engine
+    }
+
+    /// Bytes of KV blocks, as they travel.
+    pub(crate) fn read_blocks(&self, blocks: &[BlockId]) -> Vec<u8> {
+        blocks.iter().flat_map(|block| KvMemory::block(&self.executor, *block)).copied().collect()
+    }
+
+    pub(crate) fn write_blocks(&mut self, blocks: &[BlockId], bytes: &[u8]) {
+        for (block, bytes) in blocks.iter().zip(bytes.chunks_exact(bytes.len() / blocks.len().max(1))) {
+            self.executor.block_mut(*block).copy_from_slice(bytes);
+        }
+    }
+
+    /// Books the step in flight if it has ended, and begins no other.
+    pub(crate) fn complete(&mut self, now: Time) -> Vec<EngineOutput> {
+        let mut outputs = Vec::new();
+        if let Some((result, _)) = self.in_flight.take_if(|(_, ends_at)| *ends_at <= now) {
+            outputs.extend(self.engine.complete(result, now).into_iter().map(|output| EngineOutput {
+                request: output.request,
+                cached: (output.index == 0).then_some(output.cached_tokens),
+                tokens: vec![output.token],
+                finished: output.finish.is_some(),
+            }));
+        }
+        outputs
+    }
+
+    /// Begins the next step if none is in flight.
+    pub(crate) fn start(&mut self, now: Time) {
         if self.in_flight.is_none()
             && let Some(plan) = self.engine.plan(now)
         {
@@ -103,15 +143,7 @@ impl TimedEngine for ScheduledEngine {
     }
 
     fn advance(&mut self, now: Time) -> Vec<EngineOutput> {
-        let mut outputs = Vec::new();
-        if let Some((result, _)) = self.in_flight.take_if(|(_, ends_at)| *ends_at <= now) {
-            outputs.extend(self.engine.complete(result, now).into_iter().map(|output| EngineOutput {
-                request: output.request,
-                cached: (output.index == 0).then_some(output.cached_tokens),
-                tokens: vec![output.token],
-                finished: output.finish.is_some(),
-            }));
-        }
+        let outputs = self.complete(now);
         self.start(now);
         outputs
     }
@@ -146,6 +178,14 @@ impl TimedEngine for ScheduledEngine {
     fn blocks_in_use(&self) -> Blocks {
         let status = self.engine.status();
         status.blocks_total.saturating_sub(status.blocks_free + status.blocks_reclaimable)
+    }
+
+    fn preemptions(&self) -> u64 {
+        self.engine.status().counters.preemptions
+    }
+
+    fn movable(&mut self) -> Option<&mut ScheduledEngine> {
+        Some(self)
     }
 
     fn busy_ms(&self) -> f64 {

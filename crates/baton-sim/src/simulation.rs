@@ -1,3 +1,5 @@
+mod moving;
+
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use baton_kv::{BlockKey, KeyDomain, KvEventBatch, chain_keys};
@@ -5,9 +7,10 @@ use baton_policy::{Arrival, DecisionRecord, Discipline, Outcome as End, Placed, 
 use baton_units::{Blocks, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
 
 use crate::{
-    ClientRequest, EngineModel, EngineOutput, EngineRequest, EngineShape, EventQueue, Outcome, RequestOutcome, Scenario, ScheduledEngine,
-    SerialEngine, TimedEngine, Workload,
+    ClientRequest, DrainRecord, EngineModel, EngineOutput, EngineRequest, EngineShape, EventQueue, Outcome, RequestOutcome, Scenario,
+    ScheduledEngine, SerialEngine, TimedEngine, Workload,
 };
+use moving::{Moment, Moving};
 
 /// Plays a scenario to its end: until all clients have their answers and all messages have arrived.
 pub fn run(scenario: &Scenario) -> Outcome {
@@ -55,6 +58,9 @@ enum Event {
     Die(usize),
     Return(usize),
     RouterTimeout,
+    Drain(usize),
+    LookForMoves,
+    Move(Moment),
 }
 
 /// A request on its way to the router.
@@ -81,6 +87,7 @@ struct Simulation<'a> {
     router_wakes_at: Option<Time>,
     /// Arrivals in the queue.
     arrivals_due: usize,
+    moving: Option<Moving>,
     tally: Tally,
 }
 
@@ -94,6 +101,9 @@ struct Replica {
     /// The latest batch was lost: only the next one would show it.
     tail_lost: bool,
     busy_before_ms: f64,
+    preemptions_before: u64,
+    /// Moments of moves that wait for the end of a step.
+    at_boundary: Vec<Moment>,
 }
 
 /// A request between its arrival and its end.
@@ -115,6 +125,7 @@ struct Tally {
     retries: u32,
     held: u32,
     violations: Vec<String>,
+    drains: Vec<DrainRecord>,
 }
 
 impl<'a> Simulation<'a> {
@@ -127,6 +138,8 @@ impl<'a> Simulation<'a> {
             published: Vec::new(),
             tail_lost: false,
             busy_before_ms: 0.0,
+            preemptions_before: 0,
+            at_boundary: Vec::new(),
         };
         let domain = KeyDomain { model: &scenario.router.model, adapter: None, salt: None };
         Self {
@@ -142,6 +155,7 @@ impl<'a> Simulation<'a> {
             outcomes: Vec::new(),
             router_wakes_at: None,
             arrivals_due: 0,
+            moving: scenario.moves.as_ref().map(Moving::new),
             tally: Tally { sent: vec![0; scenario.replicas], ..Tally::default() },
         }
     }
@@ -151,12 +165,18 @@ impl<'a> Simulation<'a> {
             self.router.upsert_replica(self.spec(replica), Time::ZERO);
             self.schedule_report(replica, Time::ZERO);
         }
-        for request in self.workload.first() {
+        for request in self.workload.first().into_iter().chain(self.scenario.also.iter().cloned()) {
             self.expect_arrival(request);
         }
         for fault in &self.scenario.faults {
             self.queue.schedule(fault.dies_at, Event::Die(fault.replica));
             self.queue.schedule(fault.returns_at, Event::Return(fault.replica));
+        }
+        for drain in &self.scenario.drains {
+            self.queue.schedule(drain.at, Event::Drain(drain.replica));
+        }
+        if let Some(moves) = &self.scenario.moves {
+            self.queue.schedule(Time::ZERO + moves.period, Event::LookForMoves);
         }
     }
 
@@ -204,6 +224,9 @@ impl<'a> Simulation<'a> {
             Event::Die(replica) => self.die(replica, now),
             Event::Return(replica) => self.come_back(replica, now),
             Event::RouterTimeout => self.router_wakes_at = None,
+            Event::Drain(replica) => self.begin_drain(replica, now),
+            Event::LookForMoves => self.look_for_moves(now),
+            Event::Move(moment) => self.take_moment(moment, now),
         }
         self.take_up_released(now);
     }
@@ -248,6 +271,7 @@ impl<'a> Simulation<'a> {
             refused: None,
             retry_after: None,
             failed: false,
+            moves: 0,
             output_digest: 0,
         });
         let (prompt, output) = (client.prompt.clone(), client.output);
@@ -329,11 +353,21 @@ impl<'a> Simulation<'a> {
 
     fn wake(&mut self, replica: usize, now: Time) {
         let incarnation = self.replicas[replica].incarnation;
-        let outputs = self.replicas[replica].engine.advance(now);
+        let crossing = !self.replicas[replica].at_boundary.is_empty();
+        let engine = &mut self.replicas[replica].engine;
+        let outputs = match engine.movable().filter(|_| crossing) {
+            Some(engine) => engine.complete(now),
+            None => engine.advance(now),
+        };
         for output in outputs {
             self.queue.schedule(now + self.scenario.requests.delay, Event::Output { replica, incarnation, output });
         }
-        self.after_engine(replica, now);
+        if crossing {
+            self.cross_boundary(replica, now);
+            self.go_on_at(replica, now);
+        } else {
+            self.after_engine(replica, now);
+        }
     }
 
     /// Publishes what the engine's cache did and schedules its next moment.
@@ -377,6 +411,8 @@ impl<'a> Simulation<'a> {
             self.router.first_token(id, Some(cached), now);
         }
         self.router.output_tokens(id, output.tokens.len() as u32, now);
+        self.settle_move(id, replica, now);
+        let Some(live) = self.live.get(&id) else { return };
         if output.finished {
             let all: Vec<u32> = live.prompt.iter().chain(&live.tokens).copied().collect();
             let keys: Arc<[BlockKey]> = chain_keys(self.root, &all, self.scenario.block_size).into();
@@ -413,6 +449,7 @@ impl<'a> Simulation<'a> {
 
     fn end(&mut self, id: RequestId, now: Time) {
         let live = self.live.remove(&id).expect("it ends once");
+        self.note_empty(now);
         let Some(coming) = live.client else { return };
         let outcome = &mut self.outcomes[live.place];
         let done = live.tokens.len() == live.output as usize;
@@ -461,6 +498,9 @@ impl<'a> Simulation<'a> {
         let (id, incarnation) = (ReplicaId(replica as u32), self.replicas[replica].incarnation);
         self.replicas[replica].alive = false;
         self.replicas[replica].busy_before_ms += self.replicas[replica].engine.busy_ms();
+        self.replicas[replica].preemptions_before += self.replicas[replica].engine.preemptions();
+        self.replicas[replica].at_boundary.clear();
+        self.end_moves_of(replica, now);
         self.router.set_state(id, ReplicaState::Dead, now);
         let lost: Vec<RequestId> =
             self.live.iter().filter(|(_, live)| live.sent_to == Some((replica, incarnation))).map(|(request, _)| *request).collect();
@@ -508,6 +548,7 @@ impl<'a> Simulation<'a> {
         let kept = self.scenario.router.decisions_kept;
         let mut decisions: Vec<DecisionRecord> = self.router.decisions(kept).iter().map(|record| DecisionRecord::clone(record)).collect();
         decisions.sort_by_key(|record| record.request);
+        let preemptions = |replica: &Replica| replica.preemptions_before + if replica.alive { replica.engine.preemptions() } else { 0 };
         let busy = |replica: &Replica| replica.busy_before_ms + if replica.alive { replica.engine.busy_ms() } else { 0.0 };
         Outcome {
             sent: self.tally.sent,
@@ -515,6 +556,9 @@ impl<'a> Simulation<'a> {
             copies: self.tally.copies,
             retries: self.tally.retries,
             held: self.tally.held,
+            preemptions: self.replicas.iter().map(preemptions).sum(),
+            drains: self.tally.drains,
+            moves: self.moving.map_or_else(Vec::new, |moving| moving.records),
             ended_at: self.queue.now(),
             left_in_flight: self.router.fleet(self.queue.now()).iter().map(|replica| replica.in_flight).sum(),
             left_in_use: self.replicas.iter().filter(|replica| replica.alive).map(|replica| replica.engine.blocks_in_use()).sum(),

@@ -4,6 +4,8 @@ use baton_kv::{BlockKey, KvEvent};
 use baton_policy::LoadReport;
 use baton_units::{Blocks, RequestId, Time, Tokens};
 
+use crate::ScheduledEngine;
+
 /// A request as an engine gets it.
 #[derive(Debug, Clone)]
 pub struct EngineRequest {
@@ -47,6 +49,16 @@ pub trait TimedEngine {
 
     /// Blocks that requests in flight hold.
     fn blocks_in_use(&self) -> Blocks;
+
+    /// How often it took a running request's blocks for another.
+    fn preemptions(&self) -> u64 {
+        0
+    }
+
+    /// The engine that requests can leave and join while they run; `None` of one that takes no part in moves.
+    fn movable(&mut self) -> Option<&mut ScheduledEngine> {
+        None
+    }
 
     /// Time spent computing prompts, or steps where prompts and decodes share them, in ms.
     fn busy_ms(&self) -> f64;

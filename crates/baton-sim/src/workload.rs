@@ -23,7 +23,7 @@ const START_MS: f64 = 3000.0;
 const SINGLE_FRAME: usize = 20;
 const LONG_FRAME: usize = 8;
 
-/// The workloads of the peers' comparison.
+/// What clients do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum WorkloadName {
     /// Tasks of 20 steps that share a system prompt and grow; closed loop.
@@ -34,9 +34,12 @@ pub enum WorkloadName {
     Mix,
     /// `Agent` beside half of `Mix` on one fleet.
     AgentMix,
+    /// Unique prompts with outputs of very different lengths, in bursts; open loop.
+    Tails,
 }
 
 impl WorkloadName {
+    /// Those of the peers' comparison.
     pub const ALL: [Self; 4] = [Self::Agent, Self::Shared, Self::Mix, Self::AgentMix];
 }
 
@@ -47,6 +50,7 @@ impl fmt::Display for WorkloadName {
             Self::Shared => "shared",
             Self::Mix => "mix",
             Self::AgentMix => "agent-mix",
+            Self::Tails => "tails",
         })
     }
 }
@@ -55,7 +59,11 @@ impl FromStr for WorkloadName {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().find(|workload| workload.to_string() == name).ok_or_else(|| format!("no workload is called `{name}`"))
+        Self::ALL
+            .into_iter()
+            .chain([Self::Tails])
+            .find(|workload| workload.to_string() == name)
+            .ok_or_else(|| format!("no workload is called `{name}`"))
     }
 }
 
@@ -77,8 +85,20 @@ pub struct Shape {
     pub prefix_tokens: usize,
     pub own_tokens: usize,
     pub output: u32,
+    /// Of `Tails`: outputs are drawn, with a median of `output`. `None`: all have `output` tokens.
+    pub output_tail: Option<OutputTail>,
+    /// Squared coefficient of variation of the times between arrivals of `Tails`, at least 1: a Poisson process.
+    pub arrivals_scv: f64,
     /// Whether agents name their session.
     pub session_ids: bool,
+}
+
+/// Output lengths by a log-normal law, as chats have them.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct OutputTail {
+    /// Standard deviation of the logarithm.
+    pub sigma: f64,
+    pub longest: u32,
 }
 
 /// From the start of the run until `until` arrivals come at `factor` times the shape's rate.
@@ -97,7 +117,9 @@ impl Shape {
             WorkloadName::Mix => (2400, 6.25, 0.05),
             // As long as the agents take.
             WorkloadName::AgentMix => (2800, 3.125, 0.05),
+            WorkloadName::Tails => (3000, 5.0, 0.0),
         };
+        let tails = workload == WorkloadName::Tails;
         Self {
             tasks: 10 * replicas,
             concurrent: 5 * replicas,
@@ -109,8 +131,10 @@ impl Shape {
             prefixes: 6,
             zipf: 1.0,
             prefix_tokens: 4096,
-            own_tokens: 300,
-            output: 32,
+            own_tokens: if tails { 1024 } else { 300 },
+            output: if tails { 800 } else { 32 },
+            output_tail: tails.then_some(OutputTail { sigma: 1.0, longest: 8000 }),
+            arrivals_scv: if tails { 16.0 } else { 1.0 },
             session_ids: true,
         }
     }
@@ -156,6 +180,15 @@ pub struct ClientRequest {
     task: Option<usize>,
 }
 
+impl ClientRequest {
+    /// One that stands alone: `tokens` that no other request begins with, unless it has the same `text` below 2^32.
+    #[must_use]
+    pub fn alone(at: Time, text: u64, tokens: usize, output: u32) -> Self {
+        let prompt: Vec<u32> = stream((1 << 33) + text, 0..tokens).collect();
+        Self { at, kind: RequestKind::Short, prompt: prompt.into(), shared: 0, output, session: None, task: None }
+    }
+}
+
 /// A seeded stream of requests; agents' next steps depend on when the last one ended.
 #[derive(Debug)]
 pub struct Workload {
@@ -188,7 +221,30 @@ impl Workload {
                 all.extend(self.open_loop());
                 all
             }
+            WorkloadName::Tails => self.tails(),
         }
+    }
+
+    /// Arrivals by a hyperexponential law with balanced means (Whitt, 1982): mostly close together, now and then far apart.
+    fn tails(&self) -> Vec<ClientRequest> {
+        let shape = &self.shape;
+        let mut rng = LabRng::new(self.seed * 29 + 11);
+        let scv = shape.arrivals_scv.max(1.0);
+        let close = f64::midpoint(1.0, ((scv - 1.0) / (scv + 1.0)).sqrt());
+        let mut at_ms = 0.0;
+        (0..shape.requests)
+            .map(|place| {
+                let share = if rng.unit() < close { close } else { 1.0 - close };
+                at_ms += rng.exponential(1e3 / (2.0 * share * shape.rate_per_s));
+                let own = (1 << 32) + place as u64;
+                // From half the mean to half as much again.
+                let tokens = (shape.own_tokens as f64 * (0.5 + rng.unit())).ceil() as usize;
+                let output = shape.output_tail.map_or(shape.output, |tail| tail.draw(shape.output, &mut rng));
+                let prompt: Vec<u32> = stream(own, 0..tokens).collect();
+                let at = Time::from_ms(at_ms);
+                ClientRequest { at, kind: RequestKind::Short, prompt: prompt.into(), shared: 0, output, session: None, task: None }
+            })
+            .collect()
     }
 
     fn first_tasks(&mut self) -> Vec<ClientRequest> {
@@ -266,6 +322,14 @@ impl Workload {
                 ClientRequest { at: Time::from_ms(at_ms), kind, prompt, shared, output: shape.output, session: None, task: None }
             })
             .collect()
+    }
+}
+
+impl OutputTail {
+    fn draw(self, median: u32, rng: &mut LabRng) -> u32 {
+        // Box and Muller.
+        let normal = (-2.0 * rng.unit().ln()).sqrt() * (std::f64::consts::TAU * rng.unit()).cos();
+        (f64::from(median) * (self.sigma * normal).exp()).ceil().clamp(1.0, f64::from(self.longest)) as u32
     }
 }
 

@@ -1,6 +1,6 @@
 //! The fleet as a plan changes it.
 
-use baton_cost::MovePrice;
+use baton_cost::{Link, MoveCase, MovePrice};
 use baton_units::{Blocks, ReplicaId, RequestId, Tokens};
 
 use super::{FleetFacts, MoverConfig, Ongoing, ReplicaFacts, RunningFacts, WaitingFacts};
@@ -22,18 +22,25 @@ pub(super) struct Load<'a> {
     /// Blocks in use, those of requests on their way here included.
     pub(super) used: f64,
     pub(super) rows: f64,
+    /// Seconds of a step that decodes what ran here when the plan began.
+    pub(super) step_s: f64,
     /// Of the waiting ones, how many left, all from the front.
     pub(super) heads_gone: usize,
     /// Waiting ones that came.
     heads_come: Option<f64>,
     /// The blocks that important requests leave to others, where there are such requests.
     quiet: Option<f64>,
-    /// A copy leaves, one comes.
-    copy_out: bool,
-    copy_in: bool,
-    /// Requests leave, and come, with or without KV.
-    gives: bool,
-    takes: bool,
+    leaves: Traffic,
+    comes: Traffic,
+}
+
+/// What goes one way at a replica.
+#[derive(Debug, Clone, Copy, Default)]
+struct Traffic {
+    /// A request, with or without KV.
+    any: bool,
+    /// A copy of KV.
+    copy: bool,
 }
 
 impl<'a> Load<'a> {
@@ -44,13 +51,12 @@ impl<'a> Load<'a> {
             facts,
             used: facts.blocks_used.as_f64(),
             rows: facts.running.len() as f64,
+            step_s: facts.step_s(),
             heads_gone: 0,
             heads_come: None,
             quiet: quiet.then(|| facts.quiet_blocks().as_f64()),
-            copy_out: false,
-            copy_in: false,
-            gives: false,
-            takes: false,
+            leaves: Traffic::default(),
+            comes: Traffic::default(),
         }
     }
 
@@ -117,7 +123,13 @@ impl<'a> Load<'a> {
     }
 }
 
-/// All replicas, and which of their requests may not move.
+impl Traffic {
+    fn add(&mut self, copy: bool) {
+        (self.any, self.copy) = (true, self.copy || copy);
+    }
+}
+
+/// All replicas.
 #[derive(Debug)]
 pub(super) struct Board<'a> {
     pub(super) loads: Vec<Load<'a>>,
@@ -133,8 +145,7 @@ impl<'a> Board<'a> {
         let mut board = Self { loads: facts.replicas.iter().map(|replica| Load::new(replica, config)).collect() };
         for (request, ongoing) in ongoing {
             if let Some(source) = board.place(ongoing.from) {
-                board.loads[source].copy_out |= ongoing.copies;
-                board.loads[source].gives = true;
+                board.loads[source].leaves.add(ongoing.copies);
                 let own = board.loads[source].facts.running.iter().find(|own| own.request == *request);
                 if let Some(own) = own {
                     board.loads[source] = board.loads[source].without(own);
@@ -142,8 +153,7 @@ impl<'a> Board<'a> {
             }
             // Where the target has booked it already, it is in the facts.
             if let Some(target) = board.place(ongoing.to) {
-                board.loads[target].copy_in |= ongoing.copies;
-                board.loads[target].takes = true;
+                board.loads[target].comes.add(ongoing.copies);
                 let here = board.loads[target].facts;
                 let booked =
                     here.running.iter().any(|own| own.request == *request) || here.waiting.iter().any(|own| own.request == *request);
@@ -165,13 +175,13 @@ impl<'a> Board<'a> {
 
     /// Whether a copy may go from one to the other: each replica sends one and takes one at a time.
     pub(super) fn may_copy(&self, from: usize, to: usize) -> bool {
-        !self.loads[from].copy_out && !self.loads[to].copy_in && self.may_go(from, to)
+        !self.loads[from].leaves.copy && !self.loads[to].comes.copy && self.may_go(from, to)
     }
 
     /// Whether requests may go from one to the other: none both gives and takes, so that no two moves undo each other.
     pub(super) fn may_go(&self, from: usize, to: usize) -> bool {
         let (source, target) = (&self.loads[from], &self.loads[to]);
-        from != to && target.facts.state == ReplicaState::Ready && !source.takes && !target.gives
+        from != to && target.facts.state == ReplicaState::Ready && !source.comes.any && !target.leaves.any
     }
 
     /// The freest replica that satisfies `may`, ties to the lower id.
@@ -190,8 +200,23 @@ impl<'a> Board<'a> {
         self.loads[from].facts.numerics == self.loads[to].facts.numerics
     }
 
+    /// What it costs that a request of so many computed tokens goes on at `to`, which is not known to hold any of them.
     pub(super) fn price(&self, from: usize, to: usize, tokens: Tokens, decodes: bool) -> MovePrice {
-        self.loads[from].facts.price_to(self.loads[to].facts, tokens, decodes)
+        let (source, target) = (&self.loads[from], &self.loads[to]);
+        let (ours, theirs) = (&source.facts.link, &target.facts.link);
+        let slower = if ours.bytes_per_s < theirs.bytes_per_s { ours } else { theirs };
+        let link = Link { latency_s: ours.latency_s.max(theirs.latency_s), ..slower.clone() };
+        MovePrice::of(&MoveCase {
+            kv_bytes_per_token: source.facts.kv_bytes_per_token,
+            block_size: source.facts.block_size,
+            link: &link,
+            step: &target.facts.step,
+            step_s: source.step_s.max(target.step_s),
+            tokens,
+            held: Tokens::ZERO,
+            decodes,
+            queue_s: target.facts.queue_s,
+        })
     }
 
     /// A running request goes.
@@ -199,15 +224,15 @@ impl<'a> Board<'a> {
         let demand = request.demand(self.loads[to].facts.block_size);
         self.loads[from] = self.loads[from].without(request);
         self.loads[to] = self.loads[to].with(demand);
-        (self.loads[from].copy_out, self.loads[from].gives) = (true, true);
-        (self.loads[to].copy_in, self.loads[to].takes) = (true, true);
+        self.loads[from].leaves.add(true);
+        self.loads[to].comes.add(true);
     }
 
     /// The head of a queue goes, or what waits behind it.
     pub(super) fn pass_on(&mut self, from: usize, to: usize, demand: Blocks) {
         self.loads[from].heads_gone += 1;
-        self.loads[from].gives = true;
+        self.loads[from].leaves.add(false);
         self.loads[to].take_waiting(demand);
-        self.loads[to].takes = true;
+        self.loads[to].comes.add(false);
     }
 }

@@ -17,11 +17,13 @@ pub struct DrainForecast {
     pub finishes_in: Duration,
 }
 
-/// What draining `id` would take; `None` where it is not in the facts.
-pub fn drain_forecast(facts: &FleetFacts, id: ReplicaId, config: &MoverConfig) -> Option<DrainForecast> {
+/// What draining `id` would take where the loop looks every `period`, which is when the next copy begins; `None` where it is not in the
+/// facts.
+pub fn drain_forecast(facts: &FleetFacts, id: ReplicaId, config: &MoverConfig, period: Duration) -> Option<DrainForecast> {
     let mut board = Board::new(facts, config, std::iter::empty());
     let from = board.place(id)?;
     let replica = board.loads[from].facts;
+    let period_s = period.as_secs_f64().max(f64::MIN_POSITIVE);
     let (mut moves, mut stays, mut total_s) = (0, 0, 0.0);
     for waiting in &replica.waiting {
         let may = |to: usize| {
@@ -43,7 +45,8 @@ pub fn drain_forecast(facts: &FleetFacts, id: ReplicaId, config: &MoverConfig) -
         let may = |to: usize| to != from && board.same_numerics(from, to) && board.loads[to].with(demand).freeness() >= 0.0;
         match board.freest(may).filter(|_| one.movable) {
             Some(to) => {
-                total_s += way_price(&board.price(from, to, one.tokens, !one.prefilling)).total_s;
+                let move_s = way_price(&board.price(from, to, one.tokens, !one.prefilling)).total_s;
+                total_s += (move_s / period_s).ceil() * period_s;
                 board.copy(from, to, one);
                 moves += 1;
             }

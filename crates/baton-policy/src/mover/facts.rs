@@ -2,10 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use baton_cost::{Link, MoveCase, MovePrice, StepCoefficients, StepLoad};
+use baton_cost::{Link, StepCoefficients, StepLoad};
 use baton_units::{BlockSize, Blocks, Priority, ReplicaId, RequestId, Time, Tokens};
 
 use crate::ReplicaState;
+
+/// A step may be this many times as long as that of one sequence alone where a request asks for quiet.
+const QUIET_STEP: f64 = 1.1;
 
 /// The fleet at one moment.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -103,28 +106,7 @@ impl ReplicaFacts {
         }
         Tokens((room_s.max(0.0) / self.step.per_kv_token_s).min(f64::from(u32::MAX)) as u32).full_blocks(self.block_size)
     }
-
-    /// What it costs that a request of so many computed tokens goes on at `target`, which is not known to hold any of them.
-    pub(super) fn price_to(&self, target: &Self, tokens: Tokens, decodes: bool) -> MovePrice {
-        let (ours, theirs) = (&self.link, &target.link);
-        let slower = if ours.bytes_per_s < theirs.bytes_per_s { ours } else { theirs };
-        let link = Link { latency_s: ours.latency_s.max(theirs.latency_s), ..slower.clone() };
-        MovePrice::of(&MoveCase {
-            kv_bytes_per_token: self.kv_bytes_per_token,
-            block_size: self.block_size,
-            link: &link,
-            step: &target.step,
-            step_s: self.step_s().max(target.step_s()),
-            tokens,
-            held: Tokens::ZERO,
-            decodes,
-            queue_s: target.queue_s,
-        })
-    }
 }
-
-/// A step may be this many times as long as that of one sequence alone where a request asks for quiet.
-const QUIET_STEP: f64 = 1.1;
 
 impl RunningFacts {
     /// Blocks that it takes at a target, with the one for its next token.

@@ -125,8 +125,8 @@ impl Router {
             numerics: terms.numerics,
             block_size: spec.block_size,
             blocks_total: spec.kv_blocks,
-            // Others' requests are in the replica's word, if there is a fresh one.
-            blocks_used: booked.max(spec.kv_blocks.saturating_sub(replica.reported_free(now).unwrap_or(spec.kv_blocks))),
+            // What others sent is in the replica's word, if there is a fresh one.
+            blocks_used: booked + replica.fresh_report(now).map_or(Blocks::ZERO, |_| Blocks(replica.foreign_blocks)),
             watermark: terms.watermark,
             max_running: spec.max_running,
             step: spec.step,

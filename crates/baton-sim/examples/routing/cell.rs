@@ -151,7 +151,7 @@ impl Cell {
             WorkloadName::Agent | WorkloadName::AgentMix if self.get("sessions") == "yes" => {
                 rules.extend(policies(&[PolicyName::SessionHash]));
             }
-            WorkloadName::Agent => {}
+            WorkloadName::Agent | WorkloadName::Tails => {}
             WorkloadName::Shared => rules.extend(policies(&[PolicyName::CheapSignals])),
             WorkloadName::Mix | WorkloadName::AgentMix => {
                 let replicas = self.number("replicas").expect("it has a default") as usize;

@@ -1,0 +1,164 @@
+//! Requests that move between engines while they run, in virtual time.
+
+use std::time::Duration;
+
+use baton_policy::{PolicyName, RouterConfig};
+use baton_sim::{
+    ClientRequest, Drain, DrainRecord, EngineModel, Fault, Link, Moves, Outcome, OutputTail, RequestOutcome, Scenario, Shape, WorkloadName,
+    run,
+};
+use baton_units::{Blocks, Time, Tokens};
+
+/// Eight replicas of the reference machine with an eighth of its memory for KV, which so fills within seconds: prompts of 512 tokens,
+/// outputs by a law with a long tail (median 400, mean above 1,000), arrivals in bursts. At 28 a second memory is nearly full.
+fn tails(rate_per_s: f64, policy: PolicyName, seed: u64) -> Scenario {
+    let router = RouterConfig { policy, decisions_kept: 0, ..RouterConfig::default() };
+    let shape = Shape {
+        rate_per_s,
+        requests: (60.0 * rate_per_s) as usize,
+        own_tokens: 512,
+        output: 400,
+        output_tail: Some(OutputTail { sigma: 1.5, longest: 8000 }),
+        arrivals_scv: 4.0,
+        ..Shape::lab(WorkloadName::Tails, 8)
+    };
+    let engine = EngineModel::Scheduler { budget: Tokens(2048) };
+    Scenario { shape, blocks: Blocks(4000), ..Scenario::lab(WorkloadName::Tails, engine, router, seed) }
+}
+
+/// A small fleet whose memory is short for what its requests grow to.
+fn tight(policy: PolicyName, seed: u64) -> Scenario {
+    let scenario = tails(30.0, policy, seed);
+    let shape = Shape { requests: 400, ..scenario.shape };
+    Scenario { replicas: 4, shape, blocks: Blocks(1500), ..scenario }
+}
+
+fn moving(scenario: Scenario) -> Scenario {
+    Scenario { moves: Some(Moves::over("ethernet")), ..scenario }
+}
+
+fn check(outcome: &Outcome, name: &str) {
+    assert_eq!(outcome.violations, Vec::<String>::new(), "{name}");
+    assert_eq!((outcome.left_in_flight, outcome.left_in_use), (0, Blocks(0)), "{name}: something leaks");
+    for (place, request) in outcome.requests.iter().enumerate() {
+        let ends = u32::from(request.finished.is_some()) + u32::from(request.refused.is_some()) + u32::from(request.failed);
+        assert_eq!(ends, 1, "{name}: request {place} ends once: {request:?}");
+    }
+}
+
+fn made(outcome: &Outcome) -> usize {
+    outcome.moves.iter().filter(|record| record.stayed.is_none()).count()
+}
+
+#[test]
+fn a_move_changes_no_token_and_leaks_nothing() {
+    for policy in [PolicyName::Price, PolicyName::LeastOutstanding] {
+        let (still, moved) = (run(&tight(policy, 1)), run(&moving(tight(policy, 1))));
+        check(&moved, &format!("{policy}"));
+        let digests = |outcome: &Outcome| outcome.requests.iter().map(|request| request.output_digest).collect::<Vec<_>>();
+        assert_eq!(digests(&still), digests(&moved), "{policy}");
+        let twice = moved.requests.iter().filter(|request| request.moves > 1).count();
+        assert!(made(&moved) > 100 && twice > 0, "{policy}: {} moves, {twice} of a request more than once", made(&moved));
+    }
+}
+
+/// Replicas die while requests move from, to and between them, and messages take their time.
+#[test]
+fn deaths_during_moves_lose_no_more_than_what_ran_there() {
+    let (mut made_in_all, mut cut_short) = (0, 0);
+    for seed in 0..4 {
+        let fault = |place: u32| Fault {
+            replica: place as usize % 4,
+            dies_at: Time::from_ms(6000.0 + 1577.0 * f64::from(place)),
+            returns_at: Time::from_ms(6400.0 + 1577.0 * f64::from(place)),
+        };
+        let mut scenario = moving(Scenario {
+            requests: Link::with_delay(Duration::from_millis(1)),
+            events: Some(Link { delay: Duration::from_millis(5), loss: 0.1 }),
+            reports: Some((Link::with_delay(Duration::from_millis(3)), Duration::from_millis(50))),
+            faults: (0..8).map(fault).collect(),
+            ..tight(PolicyName::LeastOutstanding, seed)
+        });
+        // Slow, so that moves are under way most of the time.
+        scenario.moves.as_mut().expect("it was just set").link = baton_cost::Link::custom(2.0).with_latency(0.004);
+        let outcome = run(&scenario);
+        check(&outcome, &format!("seed {seed}"));
+        made_in_all += made(&outcome);
+        cut_short += outcome.moves.iter().filter(|record| record.stayed.is_some_and(|why| why.contains("died"))).count();
+        assert_eq!(outcome, run(&scenario), "equal seeds, equal outcomes");
+    }
+    assert!(made_in_all > 100 && cut_short > 2, "{made_in_all} moves, {cut_short} cut short");
+}
+
+/// The reason for all of it, with a router that does not look at memory.
+#[test]
+fn near_the_end_of_memory_moves_shorten_tails_and_spare_preemptions() {
+    for seed in [11, 12] {
+        let scenario = tails(29.0, PolicyName::LeastOutstanding, seed);
+        let (still, moved) = (run(&scenario), run(&moving(scenario)));
+        check(&moved, &format!("seed {seed}"));
+        let p99 = |outcome: &Outcome| outcome.ttft_percentile_ms(0.99);
+        assert!(p99(&still) >= 2.0 * p99(&moved), "seed {seed}: {:.0} ms, with moves {:.0}", p99(&still), p99(&moved));
+        let preempted = (still.preemptions, moved.preemptions);
+        assert!(preempted.0 >= 20 && preempted.0 >= 5 * preempted.1, "seed {seed}: {preempted:?}");
+    }
+}
+
+/// `price` looks at memory when it places, so that first tokens are early with and without; what grows afterwards it cannot know.
+#[test]
+fn moves_spare_preemptions_that_no_placement_can_foresee() {
+    let scenario = tails(28.0, PolicyName::Price, 11);
+    let (still, moved) = (run(&scenario), run(&moving(scenario)));
+    check(&moved, "price");
+    assert!(still.preemptions >= 20 && still.preemptions >= 5 * moved.preemptions, "{} and {}", still.preemptions, moved.preemptions);
+}
+
+#[test]
+fn at_low_load_nothing_moves() {
+    for policy in [PolicyName::Price, PolicyName::LeastOutstanding] {
+        let outcome = run(&moving(tails(14.0, policy, 11)));
+        check(&outcome, "low load");
+        assert_eq!(outcome.moves, [], "{policy}");
+    }
+}
+
+/// Outputs take tens of seconds; their replica is empty in about as many looks as it has requests.
+#[test]
+fn a_replica_is_drained_by_moves_as_fast_as_was_predicted() {
+    let at = Time::from_ms(20_000.0);
+    let scenario = Scenario { drains: vec![Drain { replica: 2, at }], ..tails(16.0, PolicyName::LeastOutstanding, 11) };
+    let (still, moved) = (run(&scenario), run(&moving(scenario)));
+    check(&moved, "drain");
+    let took_ms = |outcome: &Outcome| outcome.drains[0].empty.expect("it became empty").as_ms() - at.as_ms();
+    let DrainRecord { had, forecast, .. } = moved.drains[0];
+    let forecast_ms = forecast.expect("the loop says so").as_secs_f64() * 1e3;
+    assert!(had >= 5 && took_ms(&still) > 10_000.0, "{had} requests, {} ms without moves", took_ms(&still));
+    assert!((took_ms(&moved) - forecast_ms).abs() <= 150.0, "{} ms, predicted {forecast_ms}", took_ms(&moved));
+    let stayed = moved.requests.iter().filter(|request| request.replica == Some(2));
+    assert!(
+        stayed.into_iter().all(|request| request.finished <= moved.drains[0].empty),
+        "nothing was sent there, and all else went on elsewhere"
+    );
+}
+
+/// Each of four replicas has room for 2,400 tokens and more, none for 4,096.
+#[test]
+fn a_request_that_fits_in_pieces_only_starts_at_once() {
+    let fleet = |policy| {
+        let base = tails(1.0, policy, 1);
+        let many = (0..24).map(|place| ClientRequest::alone(Time::ZERO, place, 2112, 2000));
+        let late = ClientRequest::alone(Time::from_ms(1200.0), 99, 4096, 8);
+        let shape = Shape { requests: 0, ..base.shape };
+        let engine = EngineModel::Scheduler { budget: Tokens(8192) };
+        Scenario { replicas: 4, shape, engine, blocks: Blocks(1000), also: many.chain([late]).collect(), ..base }
+    };
+    for policy in [PolicyName::RoundRobin, PolicyName::LeastOutstanding] {
+        let (still, moved) = (run(&fleet(policy)), run(&moving(fleet(policy))));
+        check(&moved, &format!("{policy}"));
+        let ttft = |outcome: &Outcome| outcome.requests.last().and_then(RequestOutcome::ttft_ms);
+        // A loop's period, a move, the step that runs, and a prefill of 129 ms.
+        assert!(ttft(&moved).is_some_and(|ms| ms < 50.0 + 50.0 + 20.0 + 140.0), "{policy}: {:?}", ttft(&moved));
+        assert!(ttft(&still).is_some_and(|ms| ms > 5000.0), "{policy}: {:?}", ttft(&still));
+        assert_eq!(moved.moves.first().map(|record| record.reason), Some("defragment"), "{policy}: {:?}", moved.moves);
+    }
+}
