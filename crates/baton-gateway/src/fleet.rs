@@ -130,7 +130,7 @@ pub(crate) enum Placing {
 }
 
 impl Fleet {
-    pub(crate) fn new(front: FrontConfig, policy: &PolicyConfig, fleet_key: Option<FleetKey>, tokenizer: Option<Arc<Tokenizer>>) -> Self {
+    pub(crate) fn new(front: FrontConfig, policy: &PolicyConfig) -> Self {
         let router = Router::new(policy.router(), policy.seed);
         let incarnation = fastrand::u64(..);
         // A gateway keeps no identity over a restart: what it left at replicas ends by its leases.
@@ -152,8 +152,8 @@ impl Fleet {
             desk_timer: Notify::new(),
             desk_timer_at: AtomicU64::new(u64::MAX),
             rounds: parking_lot::Mutex::default(),
-            identity: Identity::of_gateway(name, fleet_key.map(Arc::new)),
-            tokenizer,
+            identity: Identity::of_gateway(name, None),
+            tokenizer: None,
             requests: Mutex::new(Requests { names_kept: policy.decisions, ..Requests::default() }),
             speeds: Mutex::default(),
             empty: Notify::new(),
@@ -163,6 +163,14 @@ impl Fleet {
             ready: watch::Sender::new(0),
             front,
         }
+    }
+
+    /// With what it takes to run requests over control connections: the key that these ask for, and the served model's tokenizer.
+    #[must_use]
+    pub(crate) fn carrying(mut self, fleet_key: Option<FleetKey>, tokenizer: Option<Arc<Tokenizer>>) -> Self {
+        self.identity.fleet_key = fleet_key.map(Arc::new);
+        self.tokenizer = tokenizer;
+        self
     }
 
     // The router.

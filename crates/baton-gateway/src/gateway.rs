@@ -67,7 +67,7 @@ impl Gateway {
         let fleet_key = config.gateway.fleet_key_file.as_deref().map(baton_link::read_fleet_key).transpose()?;
         let tokenization = Tokenization::new(text.clone(), config.gateway.text_cache_bytes);
         let shared = Shared {
-            fleet: Arc::new(Fleet::new(config.gateway, &config.policy, fleet_key, text)),
+            fleet: Arc::new(Fleet::new(config.gateway, &config.policy).carrying(fleet_key, text)),
             tokenization,
             turn: AtomicUsize::new(0),
             address: OnceLock::new(),

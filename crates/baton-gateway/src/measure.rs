@@ -17,7 +17,7 @@ pub struct Placements(Arc<Fleet>);
 impl Placements {
     /// A fleet of these replicas, all ready.
     pub fn new(policy: &PolicyConfig, replicas: impl IntoIterator<Item = ReplicaSpec>) -> Self {
-        let fleet = Fleet::new(FrontConfig::default(), policy, None, None);
+        let fleet = Fleet::new(FrontConfig::default(), policy);
         for spec in replicas {
             fleet.engine_ready(spec, None);
         }

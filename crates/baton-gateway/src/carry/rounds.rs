@@ -118,7 +118,7 @@ impl Fleet {
     pub(crate) fn forecast_drain(&self, replica: ReplicaId) -> Option<DrainForecast> {
         let facts = self.facts(self.clock.now());
         let config = self.rounds().mover.config().clone();
-        drain_forecast(&facts, replica, &config)
+        drain_forecast(&facts, replica, &config, EVERY)
     }
 
     /// The fleet as the rule wants to see it: replicas that are reached, and of their requests which can be moved.
