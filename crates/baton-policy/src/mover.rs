@@ -10,6 +10,7 @@ mod facts;
 mod moves;
 
 use std::{
+    cmp::Reverse,
     collections::{BTreeMap, VecDeque},
     time::Duration,
 };
@@ -274,9 +275,11 @@ impl Planning<'_> {
         }
     }
 
-    /// A request without KV goes for free. The target's own queue keeps its order: only one that is older than its head passes it.
+    /// A request without KV goes for free. The target's own queue keeps its order: only one that comes before its head, by importance and
+    /// age, passes it.
     fn seat_elsewhere(&mut self, from: usize, head: &WaitingFacts, missing: f64) -> bool {
-        let in_turn = |to: usize| self.board.loads[to].head().is_none_or(|theirs| head.arrived < theirs.arrived);
+        let in_turn =
+            |to: usize| self.board.loads[to].head().is_none_or(|theirs| (head.priority, head.arrived) < (theirs.priority, theirs.arrived));
         let may = |to: usize| self.may_take_waiting(from, to, head) && self.board.loads[to].fits(head.demand) && in_turn(to);
         let Some(to) = self.board.freest(may) else { return false };
         let (source, target) = (self.board.loads[from].facts, self.board.loads[to].facts);
@@ -296,7 +299,7 @@ impl Planning<'_> {
         let mut candidates: Vec<&RunningFacts> = load.facts.running.iter().filter(|one| self.may_leave(one, true)).collect();
         candidates.sort_by_key(|one| {
             let suffices = one.blocks.as_f64() >= missing;
-            (std::cmp::Reverse(suffices), if suffices { one.blocks.0 } else { u32::MAX - one.blocks.0 }, one.request)
+            (Reverse(suffices), if suffices { one.blocks.0 } else { u32::MAX - one.blocks.0 }, one.request)
         });
         // Room that others have beside their own queues; without enough of it, moves would help nobody.
         let room = |place: usize| {
@@ -389,8 +392,8 @@ impl Planning<'_> {
         let before = source.freeness().min(target.freeness());
         let for_quiet = source.freeness_of_memory() >= low;
         let mut candidates: Vec<&RunningFacts> = source.facts.running.iter().filter(|one| self.may_leave(one, true)).collect();
-        // The least important, then the shortest: it costs least, and frees as many steps as any of its size.
-        candidates.sort_by_key(|one| (std::cmp::Reverse(one.priority), one.tokens, one.request));
+        // The least important, then the shortest, which costs least; then the latest, which its engine would preempt first.
+        candidates.sort_by_key(|one| (Reverse(one.priority), one.tokens, Reverse(one.started_at), one.request));
         for one in candidates {
             let important = self.mover.config.quiet_from.is_some_and(|from| one.priority <= from);
             let demand = one.demand(target.facts.block_size);

@@ -150,6 +150,9 @@ impl<'a> Board<'a> {
                 if let Some(own) = own {
                     board.loads[source] = board.loads[source].without(own);
                 }
+                if board.loads[source].head().is_some_and(|head| head.request == *request) {
+                    board.loads[source].heads_gone += 1;
+                }
             }
             // Where the target has booked it already, it is in the facts.
             if let Some(target) = board.place(ongoing.to) {

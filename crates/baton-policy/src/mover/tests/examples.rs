@@ -118,6 +118,15 @@ fn an_order_is_carried_out_or_told_why_not() {
     assert_eq!(order(1, None), Err(OrderRefusal::Moving(RequestId(1))));
 }
 
+#[test]
+fn a_head_that_is_leaving_asks_for_no_room() {
+    let full = replica(0, 1000).run((0..7).map(|request| running(request, 2000))).wait([waiting(9, 4096, 4000.0)]);
+    let facts = fleet([full, replica(1, 1000).run([running(20, 1600)]), replica(2, 1000).run([running(30, 12_000)])]);
+    let mut mover = Mover::new(config());
+    assert_eq!(mover.plan(&facts, at(5000.0)).iter().map(|one| one.request.0).collect::<Vec<_>>(), [9]);
+    assert_eq!(mover.plan(&facts, at(5050.0)), vec![], "it is on its way");
+}
+
 /// Blocks that are on their way count, else two sources would choose the same target.
 #[test]
 fn what_is_on_its_way_counts_at_its_target() {
