@@ -87,7 +87,7 @@ async fn fleet(State(shared): State<Arc<Shared>>) -> Json<Value> {
 
 fn replica(fleet: &Fleet, engine: &Engine, status: Option<&ReplicaStatus>) -> Value {
     let numerics = fleet.with_desk(|desk, _| desk.numerics_of(engine.id).map(str::to_owned));
-    let link = fleet.rounds().link_bytes_per_s(engine.id);
+    let link = fleet.rounds().link(engine.id);
     let facts = engine.facts();
     let spec = facts.spec;
     let models: Vec<&str> = facts.models.iter().map(|card| card.id.as_str()).collect();
@@ -114,7 +114,7 @@ fn replica(fleet: &Fleet, engine: &Engine, status: Option<&ReplicaStatus>) -> Va
         "step_error": facts.step_error,
         "report": facts.load,
         "drain": facts.draining.map(|drain| moving::drain_json(&drain, fleet)),
-        "migration": facts.migration.is_some().then(|| json!({ "connected": numerics.is_some(), "numerics_id": numerics, "link_bytes_per_s": link })),
+        "migration": facts.migration.is_some().then(|| json!({ "connected": numerics.is_some(), "numerics_id": numerics, "link_bytes_per_s": link.bytes_per_s, "link_latency_ms": link.latency_s * 1e3 })),
     })
 }
 

@@ -5,6 +5,7 @@
 
 mod desk;
 pub(crate) mod link;
+mod link_fit;
 mod moves;
 mod rounds;
 mod run;

@@ -591,3 +591,6 @@ impl Sequence {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

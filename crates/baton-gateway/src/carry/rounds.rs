@@ -11,17 +11,11 @@ use baton_units::{Blocks, Bytes, ReplicaId, RequestId, Time};
 use tokio::sync::oneshot;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::{Desk, MoveOutcome, MoveRecord, NotMovable};
+use super::{Desk, MoveOutcome, MoveRecord, NotMovable, link_fit::LinkFit};
 use crate::fleet::Fleet;
 
 /// Between looks at the fleet, as in Llumnix.
 const EVERY: Duration = Duration::from_millis(50);
-/// What a replica's link is taken for until a move has shown it: 10 Gbit/s.
-const LINK_BYTES_PER_S: f64 = 1.25e9;
-/// Weight of the latest move in what is known of a link.
-const LINK_GAIN: f64 = 0.3;
-/// A move of less shows its round trips and not the link.
-const SHOWN_BYTES_MIN: u64 = 1 << 20;
 /// Share of its blocks that an engine keeps free when it admits.
 const WATERMARK: f64 = 0.01;
 
@@ -29,8 +23,8 @@ const WATERMARK: f64 = 0.01;
 #[derive(Debug, Default)]
 pub(crate) struct Rounds {
     mover: Mover,
-    /// Bytes per second out of each replica, as its moves showed.
-    links: BTreeMap<ReplicaId, f64>,
+    /// Out of each replica, as its moves showed.
+    links: BTreeMap<ReplicaId, LinkFit>,
 }
 
 /// Why an operator's move was not begun.
@@ -43,18 +37,15 @@ pub(crate) enum NotMoved {
 }
 
 impl Rounds {
-    /// Bytes per second of the replica's link, measured or assumed.
-    pub(crate) fn link_bytes_per_s(&self, replica: ReplicaId) -> f64 {
-        self.links.get(&replica).copied().unwrap_or(LINK_BYTES_PER_S)
+    /// The replica's link, measured or assumed.
+    pub(crate) fn link(&self, replica: ReplicaId) -> Wire {
+        self.links.get(&replica).unwrap_or(&LinkFit::default()).link()
     }
 
     /// Takes in what a move showed.
     pub(crate) fn observe(&mut self, record: &MoveRecord) {
-        let copied_ms = record.copied_ms.filter(|_| record.outcome == MoveOutcome::Moved && record.bytes_sent >= SHOWN_BYTES_MIN);
-        if let Some(ms) = copied_ms.filter(|ms| *ms > 0.0) {
-            let shown = record.bytes_sent as f64 / (ms / 1e3);
-            let known = self.links.entry(record.from).or_insert(shown);
-            *known += LINK_GAIN * (shown - *known);
+        if let Some(ms) = record.copied_ms.filter(|_| record.outcome == MoveOutcome::Moved) {
+            self.links.entry(record.from).or_default().observe(record.bytes_sent as f64, ms / 1e3);
         }
     }
 
@@ -143,11 +134,10 @@ impl Fleet {
         let of = |id: ReplicaId| {
             let layout = desk.kv_layout_of(id)?;
             let blocks = self.engine(id)?.facts().spec?.kv_blocks;
-            let bytes_per_s = rounds.link_bytes_per_s(id);
             Some(MoveTerms {
                 numerics: xxh3_64(desk.numerics_of(id)?.as_bytes()),
                 kv_bytes_per_token: Bytes(layout.block_bytes).as_f64() / f64::from(layout.block_size.max(1)),
-                link: Wire::custom(bytes_per_s / 1e9),
+                link: rounds.link(id),
                 watermark: Blocks((blocks.as_f64() * WATERMARK) as u32),
             })
         };

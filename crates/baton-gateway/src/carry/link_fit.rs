@@ -1,0 +1,100 @@
+use baton_cost::Link;
+
+/// What a link is taken for until moves have shown it: 10 Gbit/s.
+const PRIOR_BYTES_PER_S: f64 = 1.25e9;
+/// The prior counts like one move of so much.
+const PRIOR_BYTES: f64 = 64e6;
+/// An older move counts for so much of the next.
+const FORGET: f64 = 0.9;
+/// A move waits for its link so often before its source may let go: the target's answer to what it holds, the last blocks, and the words
+/// to and from the gateway.
+const ROUND_TRIPS: f64 = 3.0;
+
+/// A line through bytes and seconds of moves out of a replica, by least squares, the latest counting most: what each costs anyway, the waits
+/// for ends of steps among it, and what a byte costs.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LinkFit {
+    weight: f64,
+    bytes: f64,
+    seconds: f64,
+    bytes_squared: f64,
+    bytes_seconds: f64,
+}
+
+impl Default for LinkFit {
+    /// Two points on the line of the prior.
+    fn default() -> Self {
+        let (bytes, seconds) = (PRIOR_BYTES, PRIOR_BYTES / PRIOR_BYTES_PER_S);
+        Self { weight: 2.0, bytes, seconds, bytes_squared: bytes * bytes, bytes_seconds: bytes * seconds }
+    }
+}
+
+impl LinkFit {
+    pub(super) fn observe(&mut self, bytes: f64, seconds: f64) {
+        for sum in [&mut self.weight, &mut self.bytes, &mut self.seconds, &mut self.bytes_squared, &mut self.bytes_seconds] {
+            *sum *= FORGET;
+        }
+        self.weight += 1.0;
+        self.bytes += bytes;
+        self.seconds += seconds;
+        self.bytes_squared += bytes * bytes;
+        self.bytes_seconds += bytes * seconds;
+    }
+
+    /// Neither faster than the prior nor without end: moves that are all of one size show no slope.
+    pub(super) fn link(&self) -> Link {
+        let (mean_bytes, mean_s) = (self.bytes / self.weight, self.seconds / self.weight);
+        let spread = self.bytes_squared / self.weight - mean_bytes * mean_bytes;
+        let together = self.bytes_seconds / self.weight - mean_bytes * mean_s;
+        let least = 1.0 / PRIOR_BYTES_PER_S;
+        let per_byte_s = if spread > 0.0 { (together / spread).clamp(least, 1e3 * least) } else { least };
+        let anyway_s = (mean_s - per_byte_s * mean_bytes).max(0.0);
+        Link::custom(1.0 / per_byte_s / 1e9).with_latency(anyway_s / ROUND_TRIPS)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn a_link_that_nobody_used_is_the_prior() {
+        let link = LinkFit::default().link();
+        assert!((link.bytes_per_s / PRIOR_BYTES_PER_S - 1.0).abs() < 1e-9 && link.latency_s.abs() < 1e-12, "{link:?}");
+    }
+
+    proptest! {
+        #[test]
+        fn moves_on_a_line_show_it(
+            anyway_s in 0.0..0.5f64,
+            bytes_per_s in 2e7..1e9f64,
+            sizes in prop::collection::vec(1e6..1e9f64, 60..80),
+        ) {
+            let spread = sizes.iter().copied().fold(f64::INFINITY, f64::min) / sizes.iter().copied().fold(0.0, f64::max);
+            prop_assume!(spread < 0.5);
+            let mut fit = LinkFit::default();
+            for bytes in &sizes {
+                fit.observe(*bytes, anyway_s + bytes / bytes_per_s);
+            }
+            let link = fit.link();
+            let expected = |bytes: f64| anyway_s + bytes / bytes_per_s;
+            let told = |bytes: f64| ROUND_TRIPS * link.latency_s + bytes / link.bytes_per_s;
+            for bytes in [1e6, 1e8, 1e9] {
+                prop_assert!((told(bytes) / expected(bytes) - 1.0).abs() < 0.1 || (told(bytes) - expected(bytes)).abs() < 0.01, "{link:?}");
+            }
+        }
+
+        #[test]
+        fn whatever_moves_show_the_link_is_one(moves in prop::collection::vec((0.0..1e10f64, 0.0..100.0f64), 0..50)) {
+            let mut fit = LinkFit::default();
+            for (bytes, seconds) in moves {
+                fit.observe(bytes, seconds);
+            }
+            let link = fit.link();
+            prop_assert!(link.latency_s >= 0.0 && link.latency_s.is_finite());
+            prop_assert!(link.bytes_per_s > 1e5 && link.bytes_per_s <= PRIOR_BYTES_PER_S * (1.0 + 1e-9));
+        }
+    }
+}
