@@ -400,7 +400,7 @@ impl Exchange {
         match verdict {
             Verdict::Run(Placed { replica, copy }) => {
                 if let Some(copy) = copy {
-                    copy::send(&self.fleet, &self.admitted, copy);
+                    copy::send(&self.fleet, &self.admitted, replica, copy);
                 }
                 let first_token_within = self.first_token_within(Some(replica));
                 self.session.handle(Input::Placed { replica, first_token_within }, now);

@@ -2,12 +2,13 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use baton_cost::{Link as Wire, MoveWay};
+use baton_cost::{Link as Wire, MoveCase, MovePrice, MoveWay, StepLoad};
 use baton_policy::{
     MoveTerms,
     mover::{DrainForecast, FleetFacts, Move, MoveReason, Mover, OrderRefusal, drain_forecast},
 };
-use baton_units::{Blocks, Bytes, ReplicaId, RequestId, Time};
+use baton_units::{Blocks, Bytes, ReplicaId, RequestId, Time, Tokens};
+use baton_wire::migration::handshake::KvLayout;
 use tokio::sync::oneshot;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -112,6 +113,28 @@ impl Fleet {
         drain_forecast(&facts, replica, &config, EVERY)
     }
 
+    /// What it costs that a prefix of so many tokens comes to `to` from `from`; `None` where it cannot travel between them.
+    pub(crate) fn price_of_copy(&self, from: ReplicaId, to: ReplicaId, tokens: Tokens) -> Option<MovePrice> {
+        let spec = self.engine(to)?.facts().spec?;
+        let kv_bytes_per_token = self.with_desk(|desk, _| {
+            let layout = desk.kv_layout_of(from)?;
+            let alike = desk.numerics_of(from) == desk.numerics_of(to) && Some(layout) == desk.kv_layout_of(to);
+            alike.then(|| bytes_per_token(layout))
+        })?;
+        let link = self.rounds().link(from);
+        Some(MovePrice::of(&MoveCase {
+            kv_bytes_per_token,
+            block_size: spec.block_size,
+            link: &link,
+            step: &spec.step,
+            step_s: spec.step.step_s(&StepLoad::decode(1.0, tokens.as_f64())),
+            tokens,
+            held: Tokens::ZERO,
+            decodes: true,
+            queue_s: 0.0,
+        }))
+    }
+
     /// The fleet as the rule wants to see it: replicas that are reached, and of their requests which can be moved.
     fn facts(&self, now: Time) -> FleetFacts {
         let terms = self.with_desk(|desk, _| self.terms(desk));
@@ -136,11 +159,15 @@ impl Fleet {
             let blocks = self.engine(id)?.facts().spec?.kv_blocks;
             Some(MoveTerms {
                 numerics: xxh3_64(desk.numerics_of(id)?.as_bytes()),
-                kv_bytes_per_token: Bytes(layout.block_bytes).as_f64() / f64::from(layout.block_size.max(1)),
+                kv_bytes_per_token: bytes_per_token(layout),
                 link: rounds.link(id),
                 watermark: Blocks((blocks.as_f64() * WATERMARK) as u32),
             })
         };
         self.engines().iter().filter_map(|engine| Some((engine.id, of(engine.id)?))).collect()
     }
+}
+
+fn bytes_per_token(layout: &KvLayout) -> f64 {
+    Bytes(layout.block_bytes).as_f64() / f64::from(layout.block_size.max(1))
 }
