@@ -87,7 +87,7 @@ async fn fleet(State(shared): State<Arc<Shared>>) -> Json<Value> {
 
 fn replica(fleet: &Fleet, engine: &Engine, status: Option<&ReplicaStatus>) -> Value {
     let numerics = fleet.with_desk(|desk, _| desk.numerics_of(engine.id).map(str::to_owned));
-    let link = fleet.rounds().link(engine.id);
+    let link = fleet.link(engine.id);
     let facts = engine.facts();
     let spec = facts.spec;
     let models: Vec<&str> = facts.models.iter().map(|card| card.id.as_str()).collect();

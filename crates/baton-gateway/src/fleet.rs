@@ -293,7 +293,8 @@ impl Fleet {
             Effect::Arrived { request, to } => _ = self.with_router(|router, now| router.moved(request, to, now)),
             Effect::Settled { request } => self.rounds().settled(request),
             Effect::Ended(record) => {
-                self.rounds().observe(&record);
+                let step_s = self.step_s(record.from);
+                self.rounds().observe(&record, step_s);
                 self.metrics.move_ended(&record);
                 let name = |id: ReplicaId| self.engine(id).map_or_else(|| id.to_string(), |engine| engine.name.clone());
                 tracing::info!(

@@ -6,6 +6,9 @@ const PRIOR_BYTES_PER_S: f64 = 1.25e9;
 const PRIOR_BYTES: f64 = 64e6;
 /// An older move counts for so much of the next.
 const FORGET: f64 = 0.9;
+/// Steps whose ends a move waits for: what it wants of an engine, four times at its source and twice at its target, comes half a step late, and
+/// its copy goes on between steps.
+const WAITS: f64 = 4.0;
 /// A move waits for its link so often before its source may let go: the target's answer to what it holds, the last blocks, and the words
 /// to and from the gateway.
 const ROUND_TRIPS: f64 = 3.0;
@@ -21,15 +24,14 @@ pub(super) struct LinkFit {
     bytes_seconds: f64,
 }
 
-impl Default for LinkFit {
-    /// Two points on the line of the prior.
-    fn default() -> Self {
-        let (bytes, seconds) = (PRIOR_BYTES, PRIOR_BYTES / PRIOR_BYTES_PER_S);
-        Self { weight: 2.0, bytes, seconds, bytes_squared: bytes * bytes, bytes_seconds: bytes * seconds }
-    }
-}
-
 impl LinkFit {
+    /// What is thought of a link before a move: two points on the line of a replica whose steps take `step_s`.
+    pub(super) fn prior(step_s: f64) -> Self {
+        let anyway_s = WAITS * step_s;
+        let (bytes, seconds) = (PRIOR_BYTES, anyway_s + PRIOR_BYTES / PRIOR_BYTES_PER_S);
+        Self { weight: 2.0, bytes, seconds: anyway_s + seconds, bytes_squared: bytes * bytes, bytes_seconds: bytes * seconds }
+    }
+
     pub(super) fn observe(&mut self, bytes: f64, seconds: f64) {
         for sum in [&mut self.weight, &mut self.bytes, &mut self.seconds, &mut self.bytes_squared, &mut self.bytes_seconds] {
             *sum *= FORGET;
@@ -61,7 +63,7 @@ mod tests {
 
     #[test]
     fn a_link_that_nobody_used_is_the_prior() {
-        let link = LinkFit::default().link();
+        let link = LinkFit::prior(0.0).link();
         assert!((link.bytes_per_s / PRIOR_BYTES_PER_S - 1.0).abs() < 1e-9 && link.latency_s.abs() < 1e-12, "{link:?}");
     }
 
@@ -74,7 +76,7 @@ mod tests {
         ) {
             let spread = sizes.iter().copied().fold(f64::INFINITY, f64::min) / sizes.iter().copied().fold(0.0, f64::max);
             prop_assume!(spread < 0.5);
-            let mut fit = LinkFit::default();
+            let mut fit = LinkFit::prior(0.01);
             for bytes in &sizes {
                 fit.observe(*bytes, anyway_s + bytes / bytes_per_s);
             }
@@ -88,7 +90,7 @@ mod tests {
 
         #[test]
         fn whatever_moves_show_the_link_is_one(moves in prop::collection::vec((0.0..1e10f64, 0.0..100.0f64), 0..50)) {
-            let mut fit = LinkFit::default();
+            let mut fit = LinkFit::prior(0.01);
             for (bytes, seconds) in moves {
                 fit.observe(bytes, seconds);
             }

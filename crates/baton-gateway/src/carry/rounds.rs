@@ -38,15 +38,15 @@ pub(crate) enum NotMoved {
 }
 
 impl Rounds {
-    /// The replica's link, measured or assumed.
-    pub(crate) fn link(&self, replica: ReplicaId) -> Wire {
-        self.links.get(&replica).unwrap_or(&LinkFit::default()).link()
+    /// The replica's link, measured or assumed for one with such steps.
+    pub(crate) fn link(&self, replica: ReplicaId, step_s: f64) -> Wire {
+        self.links.get(&replica).copied().unwrap_or(LinkFit::prior(step_s)).link()
     }
 
     /// Takes in what a move showed.
-    pub(crate) fn observe(&mut self, record: &MoveRecord) {
+    pub(crate) fn observe(&mut self, record: &MoveRecord, step_s: f64) {
         if let Some(ms) = record.copied_ms.filter(|_| record.outcome == MoveOutcome::Moved) {
-            self.links.entry(record.from).or_default().observe(record.bytes_sent as f64, ms / 1e3);
+            self.links.entry(record.from).or_insert(LinkFit::prior(step_s)).observe(record.bytes_sent as f64, ms / 1e3);
         }
     }
 
@@ -121,7 +121,7 @@ impl Fleet {
             let alike = desk.numerics_of(from) == desk.numerics_of(to) && Some(layout) == desk.kv_layout_of(to);
             alike.then(|| bytes_per_token(layout))
         })?;
-        let link = self.rounds().link(from);
+        let link = self.link(from);
         Some(MovePrice::of(&MoveCase {
             kv_bytes_per_token,
             block_size: spec.block_size,
@@ -133,6 +133,20 @@ impl Fleet {
             decodes: true,
             queue_s: 0.0,
         }))
+    }
+
+    /// The replica's link for moves.
+    pub(crate) fn link(&self, replica: ReplicaId) -> Wire {
+        let step_s = self.step_s(replica);
+        self.rounds().link(replica, step_s)
+    }
+
+    /// A decode step of what runs on the replica, or would; zero where nothing is known of it.
+    pub(crate) fn step_s(&self, replica: ReplicaId) -> f64 {
+        let Some(engine) = self.engine(replica) else { return 0.0 };
+        let facts = engine.facts();
+        let rows = facts.load.map_or(1, |load| load.running.max(1));
+        facts.spec.map_or(0.0, |spec| spec.step.step_s(&StepLoad::decode(f64::from(rows), 0.0)))
     }
 
     /// The fleet as the rule wants to see it: replicas that are reached, and of their requests which can be moved.
@@ -160,7 +174,7 @@ impl Fleet {
             Some(MoveTerms {
                 numerics: xxh3_64(desk.numerics_of(id)?.as_bytes()),
                 kv_bytes_per_token: bytes_per_token(layout),
-                link: rounds.link(id),
+                link: rounds.link(id, self.step_s(id)),
                 watermark: Blocks((blocks.as_f64() * WATERMARK) as u32),
             })
         };

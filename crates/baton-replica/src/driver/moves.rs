@@ -4,6 +4,7 @@
 use std::{
     collections::{BTreeMap, VecDeque},
     ops::Range,
+    time::Instant,
 };
 
 use baton_engine::{Engine, Executor, FinishReason, MoveRefusal, Output, PreparedId, SequenceId, SequenceState};
@@ -12,8 +13,12 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::metrics::Metrics;
 
-/// KV that is copied between two steps, until so much is reached: below a millisecond's work of one core, fresh pages included.
-pub(crate) const COPIED_BETWEEN_STEPS_MAX: usize = 2 << 20;
+/// KV that may be copied between two steps however short they are: below a millisecond's work of one core, fresh pages included.
+pub(crate) const COPIED_BETWEEN_STEPS: usize = 2 << 20;
+/// After a long step more is copied, as much as makes it longer by this part.
+const SHARE_OF_STEP: f64 = 0.04;
+/// At the pace by which the first constant is below a millisecond.
+const COPIED_PER_S: f64 = 2e9;
 
 /// A run is one time that the engine has a request, under an id of its own: what is told of an older run of a request is known as such.
 pub(crate) enum MoveCommand {
@@ -97,8 +102,11 @@ pub(super) struct Moves {
     /// Where nobody listens, nothing is run.
     events: Option<mpsc::UnboundedSender<MoveEvent>>,
     runs: BTreeMap<RequestId, Run>,
-    /// Bytes of KV since the last step.
+    /// Bytes of KV since the last step, and how many they may be.
     copied: usize,
+    allowed: usize,
+    /// When the last step ended.
+    boundary: Instant,
     /// Copies that wait for the end of the next step; each copier has one under way.
     deferred: VecDeque<MoveCommand>,
 }
@@ -118,7 +126,14 @@ pub(super) struct Bench<'a> {
 
 impl Moves {
     pub(super) fn new(events: Option<mpsc::UnboundedSender<MoveEvent>>) -> Self {
-        Self { events, runs: BTreeMap::new(), copied: 0, deferred: VecDeque::new() }
+        Self {
+            events,
+            runs: BTreeMap::new(),
+            copied: 0,
+            allowed: COPIED_BETWEEN_STEPS,
+            boundary: Instant::now(),
+            deferred: VecDeque::new(),
+        }
     }
 
     /// Whether a copy waits that could be made at once if no step were planned.
@@ -128,7 +143,9 @@ impl Moves {
 
     /// A step has ended, or there is none to wait for.
     pub(super) fn next_boundary(&mut self, bench: &mut Bench<'_>) {
-        self.copied = 0;
+        let now = Instant::now();
+        let share = now.duration_since(std::mem::replace(&mut self.boundary, now)).as_secs_f64() * SHARE_OF_STEP * COPIED_PER_S;
+        (self.copied, self.allowed) = (0, (share as usize).max(COPIED_BETWEEN_STEPS));
         for command in std::mem::take(&mut self.deferred) {
             self.obey(command, bench);
         }
@@ -136,7 +153,7 @@ impl Moves {
 
     pub(super) fn obey(&mut self, command: MoveCommand, bench: &mut Bench<'_>) {
         let copies = matches!(command, MoveCommand::Read(..) | MoveCommand::Write(..));
-        if copies && self.copied >= COPIED_BETWEEN_STEPS_MAX {
+        if copies && self.copied >= self.allowed {
             self.deferred.push_back(command);
             return;
         }
@@ -247,7 +264,7 @@ impl Moves {
         let ready = if view.frozen { view.computed.to_blocks(size) } else { view.computed.full_blocks(size) };
         let mut copied = Vec::new();
         for index in blocks.start..blocks.end.min(ready.0) {
-            if self.copied >= COPIED_BETWEEN_STEPS_MAX {
+            if self.copied >= self.allowed {
                 break;
             }
             let bytes = bench.executor.kv()?.block(view.blocks[index as usize]).to_vec();

@@ -25,14 +25,14 @@ use super::{
     actor::{FromTarget, Input},
     travel,
 };
-use crate::driver::{COPIED_BETWEEN_STEPS_MAX, EngineHandle, MoveCommand, Room};
+use crate::driver::{COPIED_BETWEEN_STEPS, EngineHandle, MoveCommand, Room};
 
 /// Sources, and strangers that have not introduced themselves; more wait.
 const CONNECTIONS_MAX: usize = 16;
 /// A source that says nothing of what it brings for so long is not waited for.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Bytes of blocks that are taken before they are written, at most: enough that the next ones travel while a step is computed.
-const WINDOW: u64 = 4 * COPIED_BETWEEN_STEPS_MAX as u64;
+const WINDOW: u64 = 4 * COPIED_BETWEEN_STEPS as u64;
 
 /// What the seat wants to be sent. When nothing more can come, the connection ends.
 pub(super) enum TargetOrder {
@@ -229,7 +229,7 @@ impl KvTarget<'_> {
             return Ok(());
         }
         let (mut blocks, mut bytes) = (Vec::new(), 0);
-        while bytes < COPIED_BETWEEN_STEPS_MAX
+        while bytes < COPIED_BETWEEN_STEPS
             && let Some((index, block)) = arrival.pending.pop_front()
         {
             bytes += block.len();
