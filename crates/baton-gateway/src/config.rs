@@ -87,7 +87,9 @@ pub struct FrontConfig {
     /// for words. Default `"96MiB"`, at least `"64KiB"`. Lower: more of a growing conversation is tokenized again.
     #[serde(deserialize_with = "bytes")]
     pub text_cache_bytes: usize,
-    /// Key for `/baton/v1`, as `Authorization: Bearer KEY`. Without one those paths exist only when `bind` is a loopback address.
+    /// Address of its own for `/baton/v1`, which is then nowhere else. Default: none, it is served at `bind`.
+    pub admin_bind: Option<SocketAddr>,
+    /// Key for `/baton/v1`, as `Authorization: Bearer KEY`. Without one those paths exist only where they are served at a loopback address.
     pub admin_key: Option<String>,
     /// File with the fleet key, where replicas' control connections ask for one (`baton replica --fleet-key-file`). Default: none.
     pub fleet_key_file: Option<PathBuf>,
@@ -342,6 +344,7 @@ impl Default for FrontConfig {
             assemble: true,
             client_chat_template: false,
             text_cache_bytes: 96 << 20,
+            admin_bind: None,
             admin_key: None,
             fleet_key_file: None,
         }

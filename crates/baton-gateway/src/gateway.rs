@@ -31,6 +31,8 @@ use crate::{
 pub enum GatewayError {
     #[error(transparent)]
     Config(#[from] ConfigError),
+    #[error("the admin API's address {address} cannot be had: {error}; stop what listens there, or change [gateway] admin_bind")]
+    Admin { address: SocketAddr, error: std::io::Error },
     #[error("the gateway's listener failed: {0}; is the address still there?")]
     Listener(#[from] std::io::Error),
 }
@@ -47,15 +49,15 @@ pub(crate) struct Shared {
     pub(crate) tokenization: Tokenization,
     /// Whose turn it is among engines, for paths without a price.
     pub(crate) turn: AtomicUsize,
-    /// Where it listens; known once it serves.
-    address: OnceLock<SocketAddr>,
+    /// Where it serves the admin API; known once it serves.
+    admin_address: OnceLock<SocketAddr>,
     watchers: Mutex<BTreeMap<ReplicaId, TaskGuard>>,
 }
 
 impl Shared {
-    /// Only processes of this machine can reach it.
+    /// Only processes of this machine can reach the admin API.
     pub(crate) fn is_loopback(&self) -> bool {
-        self.address.get().is_some_and(|address| address.ip().is_loopback())
+        self.admin_address.get().is_some_and(|address| address.ip().is_loopback())
     }
 }
 
@@ -70,7 +72,7 @@ impl Gateway {
             fleet: Arc::new(Fleet::new(config.gateway, &config.policy).carrying(fleet_key, text)),
             tokenization,
             turn: AtomicUsize::new(0),
-            address: OnceLock::new(),
+            admin_address: OnceLock::new(),
             watchers: Mutex::default(),
         };
         let gateway = Self { shared: Arc::new(shared) };
@@ -119,14 +121,29 @@ impl Gateway {
     /// Serves until `shutdown`; then `/ready` says 503, new requests are refused, running ones get until the drain deadline, and the
     /// rest end with an error event.
     pub async fn serve(&self, listener: TcpListener, shutdown: impl Future<Output = ()> + Send) -> Result<(), GatewayError> {
-        let address = listener.local_addr()?;
-        // A second `serve` of the same gateway keeps the first address; both are of one configuration.
-        _ = self.shared.address.set(address);
         let shared = self.shared.clone();
+        let admin_listener = match shared.fleet.front.admin_bind {
+            Some(address) => Some(TcpListener::bind(address).await.map_err(|error| GatewayError::Admin { address, error })?),
+            None => None,
+        };
+        let address = admin_listener.as_ref().unwrap_or(&listener).local_addr()?;
+        // A second `serve` of the same gateway keeps the first address; both are of one configuration.
+        _ = shared.admin_address.set(address);
         if shared.fleet.front.admin_key.is_none() && !address.ip().is_loopback() {
             tracing::warn!(%address, "no admin_key is set and the address is not loopback: /baton/v1 is off");
         }
-        let app = api::routes().merge(admin::routes(&shared)).method_not_allowed_fallback(async || Refusal::MethodNotAllowed);
+        let mut routes = api::routes();
+        let admin_task = match admin_listener {
+            Some(listener) => {
+                tracing::info!(%address, "the admin API has an address of its own");
+                Some(TaskGuard::spawn(serve_admin(shared.clone(), listener)))
+            }
+            None => {
+                routes = routes.merge(admin::routes(&shared));
+                None
+            }
+        };
+        let app = routes.method_not_allowed_fallback(async || Refusal::MethodNotAllowed);
         let app = app.layer(from_fn(api::echo_request_id)).with_state(shared.clone());
         let door = api::Door::new(shared.clone(), app);
         let fleet = shared.fleet.clone();
@@ -141,7 +158,7 @@ impl Gateway {
             drop((timer, desk, balance));
         };
         tokio::join!(listener::serve(listener, door, shared.fleet.clone()), draining);
-        drop(keeper);
+        drop((keeper, admin_task));
         snapshot::save(shared.fleet.clone()).await;
         Ok(())
     }
@@ -157,6 +174,15 @@ impl Gateway {
             tracing::warn!(requests = fleet.live().len(), "drain deadline passed: the rest end with an error");
         }
         fleet.set_stage(Stage::Closing);
+    }
+}
+
+/// The admin API alone, for as long as the gateway runs.
+async fn serve_admin(shared: Arc<Shared>, listener: TcpListener) {
+    let app = admin::routes(&shared).method_not_allowed_fallback(async || Refusal::MethodNotAllowed);
+    let app = app.fallback(async || Refusal::NoSuchPath).with_state(shared);
+    if let Err(error) = axum::serve(listener, app).await {
+        tracing::error!(%error, "the admin API ended");
     }
 }
 

@@ -295,6 +295,70 @@ async fn decisions_are_on_record_by_the_clients_id() {
 }
 
 #[tokio::test]
+async fn an_admin_api_with_an_address_of_its_own_is_nowhere_else() {
+    let engine = FakeEngine::start().await;
+    let mut config = config(&[&engine]);
+    let free = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap();
+    config.gateway.admin_bind = Some(free);
+    let mut front = Front::with(config).await;
+    assert_eq!(front.get("/baton/v1/fleet").await.0, 404);
+    assert_eq!(front.get("/v1/models").await.0, 200);
+    front.address = free.to_string();
+    let (status, fleet) = front.get("/baton/v1/fleet").await;
+    assert_eq!((status.as_u16(), &fleet["replicas"][0]["id"]), (200, &json!("r0")));
+    assert_eq!(front.get("/v1/models").await.0, 404, "no clients there");
+}
+
+#[tokio::test]
+async fn operators_are_told_what_cannot_be_moved_or_drained() {
+    let mut engines = [FakeEngine::start().await, FakeEngine::start().await];
+    let front = {
+        let [first, second] = &engines;
+        Front::over(&[first, second]).await
+    };
+    let post = async |path: &str, body: &str| {
+        let response = front.post(path, body).await;
+        let status = response.status().as_u16();
+        let body: Value = serde_json::from_slice(&read(response).await).unwrap();
+        (status, body)
+    };
+    let response = front.spawn_post("/v1/chat/completions", ASK, &[("x-request-id", "mine")]);
+    let (at, call) = {
+        let [first, second] = &mut engines;
+        tokio::select! { call = first.call() => (0, call), call = second.call() => (1, call) }
+    };
+    let (here, there) = (format!("r{at}"), format!("r{}", 1 - at));
+    assert_eq!(post("/baton/v1/requests/other/migrate", &format!(r#"{{"to":"{there}"}}"#)).await.0, 404);
+    assert_eq!(post("/baton/v1/requests/mine/migrate", r#"{"to":"r9"}"#).await.0, 404);
+    assert_eq!(post("/baton/v1/requests/mine/migrate", "{}").await.0, 400);
+    let (status, refused) = post("/baton/v1/requests/mine/migrate", &format!(r#"{{"to":"{there}"}}"#)).await;
+    assert!(status == 409 && refused["error"]["message"].as_str().unwrap().contains("plain HTTP"), "{refused}");
+    // A replica whose requests cannot move is empty when they have ended; until then nothing new goes there.
+    let (status, drains) = post(&format!("/baton/v1/replicas/{here}/drain"), "").await;
+    assert_eq!((status, &drains["in_flight"], &drains["drain"]["emptied_ms"]), (200, &json!(1), &Value::Null));
+    assert_eq!(post(&format!("/baton/v1/replicas/{there}/drain"), "").await.0, 409, "it is the last one");
+    for _ in 0..4 {
+        let other = front.chat(ASK);
+        engines[1 - at].call().await.play(&recorded(CHAT).1).await;
+        read(other.await.unwrap()).await;
+    }
+    call.play(&recorded(CHAT).1).await;
+    read(response.await.unwrap()).await;
+    loop {
+        let (_, fleet) = front.get("/baton/v1/fleet").await;
+        let drain = &fleet["replicas"][at]["drain"];
+        if drain["emptied_ms"].is_number() {
+            break;
+        }
+        tokio::task::yield_now().await;
+    }
+    let (status, back) = post(&format!("/baton/v1/replicas/{here}/undrain"), "").await;
+    assert_eq!((status, &back["drain"]), (200, &Value::Null));
+    assert_eq!(post("/baton/v1/replicas/r9/undrain", "").await.0, 404);
+    assert_eq!(front.get("/baton/v1/moves?limit=5").await.1, json!({ "moves": [] }));
+}
+
+#[tokio::test]
 async fn the_fleet_and_the_policy_are_seen_and_changed() {
     let mut engine = FakeEngine::start().await;
     let front = Front::over(&[&engine]).await;
