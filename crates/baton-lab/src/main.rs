@@ -4,6 +4,7 @@
 
 mod connections;
 mod engine;
+mod migrate;
 mod play;
 mod prompts;
 mod proxy;
@@ -29,6 +30,8 @@ enum Command {
     Load(proxy::LoadArgs),
     /// Memory of a process while connections idle and while clients do not read their streams
     Connections(connections::ConnectionsArgs),
+    /// What a move costs its client, its link and its neighbours; `bench/migrate` runs it
+    Migrate(migrate::MigrateArgs),
     /// A workload of the simulator against any address in real time; `bench/peers` runs it
     Play(play::PlayArgs),
 }
@@ -41,6 +44,7 @@ fn main() -> Result<()> {
         Command::Proxy(args) => runtime.block_on(proxy::run(&args)),
         Command::Load(args) => runtime.block_on(proxy::run_load(&args)),
         Command::Connections(args) => runtime.block_on(connections::run(&args)),
+        Command::Migrate(args) => runtime.block_on(migrate::run(&args)),
         Command::Play(args) => runtime.block_on(play::run(&args)),
     }
 }

@@ -226,4 +226,8 @@ impl FrameWriter {
     pub async fn flush(&mut self) -> std::io::Result<()> {
         self.stream.flush().await
     }
+    /// Sends what lies in the buffer, and then that nothing more comes.
+    pub async fn shutdown(&mut self) -> std::io::Result<()> {
+        self.stream.shutdown().await
+    }
 }

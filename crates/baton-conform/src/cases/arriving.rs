@@ -1,0 +1,257 @@
+//! The replica is the target, and the suite its source.
+
+use baton_link::Identity;
+use baton_migration::{Phase, Place, Tag, ToGateway, ToSeat};
+use baton_units::Incarnation;
+use baton_wire::migration::{
+    BlockHeader, KvFrame, OutputEntry, RunRequest,
+    handshake::{Hello, KvLayout},
+};
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::{
+    Checked, Suite,
+    gateway::{Gateway, News, Stream, same},
+    kv::{Brought, Going, announce, brought},
+    suite::random,
+    verdict::{demand, failed, skipped},
+};
+
+const ATTEMPT: Tag = Tag(2);
+const SEQUENCE: u64 = 1;
+const NONCE: [u8; 16] = [7; 16];
+
+/// A request that the suite brings.
+struct Arrival {
+    gateway: Gateway,
+    place: Place,
+    going: Going,
+    brought: Brought,
+}
+
+/// What a replica said at first, as its gateway is told of it, and what a source says.
+struct Said {
+    announced: Place,
+    identity: Identity,
+    target: Place,
+    nonce: [u8; 16],
+}
+
+/// What some request has, under a salt that no other one has.
+async fn luggage(suite: &Suite) -> Checked<Brought> {
+    brought(suite, &suite.sampled(suite.options.output)).await?.salted(&format!("{:x}", random()?))
+}
+
+/// Opens the attempt; `change` makes something of it wrong.
+async fn opened(suite: &Suite, brought: Brought, change: impl FnOnce(&mut Said)) -> Checked<Arrival> {
+    let (mut gateway, place) = suite.attached().await?;
+    let identity = suite.like(gateway.hello(place), None);
+    let mut said = Said { announced: identity.hello.place(), identity, target: place, nonce: NONCE };
+    change(&mut said);
+    announce(&mut gateway, place, SEQUENCE, ATTEMPT, said.announced, NONCE).await?;
+    let going = open(suite, &mut gateway, place, &brought, &said).await?;
+    Ok(Arrival { gateway, place, going, brought })
+}
+
+async fn open(suite: &Suite, gateway: &mut Gateway, place: Place, brought: &Brought, said: &Said) -> Checked<Going> {
+    // What was announced is known to the replica before the source comes: the gateway's next word is answered.
+    gateway.tell(place, SEQUENCE + 1, ToSeat::Stop { upto: Tag(1) }).await?;
+    gateway.stopped(place, SEQUENCE + 1).await?;
+    let mut going = Going::dial(suite, gateway.hello(place), &said.identity).await?;
+    let (request, source) = (gateway.request(SEQUENCE), said.identity.hello.place());
+    going.say(&KvFrame::Open { request, attempt: ATTEMPT, source, target: said.target, nonce: said.nonce }).await?;
+    going.say(&KvFrame::Prepare(brought.plan.clone())).await?;
+    Ok(going)
+}
+
+/// With all blocks and the state there.
+async fn prepared(suite: &Suite) -> Checked<Arrival> {
+    let mut arrival = opened(suite, luggage(suite).await?, |_| {}).await?;
+    let held = arrival.going.have().await?;
+    demand!(held == 0, "{held} blocks are held of a prefix that was never there");
+    arrival.going.blocks(&arrival.brought, 0).await?;
+    arrival.going.state(&arrival.brought).await?;
+    arrival.is_prepared().await?;
+    Ok(arrival)
+}
+
+impl Arrival {
+    async fn is_prepared(&mut self) -> Checked {
+        let (entries, wanted) = (self.going.prepared().await?, self.brought.next());
+        demand!(entries == wanted, "PREPARED says {entries} entries, and {wanted} were brought");
+        Ok(())
+    }
+
+    async fn withdraws(&mut self) -> Checked {
+        let (message, _) = self.gateway.answer("WITHDRAW", SEQUENCE).await?;
+        demand!(message == ToGateway::Withdraw { attempt: ATTEMPT }, "WITHDRAW({ATTEMPT}) was due, and {message:?} came");
+        Ok(())
+    }
+
+    /// It asks whether the request still comes, and lets go when it is told that it does not.
+    async fn withdraws_and_stops(mut self) -> Checked {
+        self.withdraws().await?;
+        self.stops().await
+    }
+
+    async fn stops(mut self) -> Checked {
+        self.gateway.tell(self.place, SEQUENCE, ToSeat::Stop { upto: ATTEMPT }).await?;
+        self.gateway.stopped(self.place, SEQUENCE).await.map(drop)
+    }
+
+    /// It goes on as if it had always been here.
+    async fn starts(mut self, suite: &Suite) -> Checked {
+        let spec = suite.sampled(suite.options.output);
+        let mut stream = Stream::new(self.place, SEQUENCE, ATTEMPT);
+        // A client that has not taken all of it yet.
+        let delivered = self.brought.entries[..self.brought.entries.len() - 1].to_vec();
+        stream.entries.clone_from(&delivered);
+        self.gateway.start(&stream, &delivered, &spec).await?;
+        while !stream.has_finished() {
+            match self.gateway.news(&mut stream).await? {
+                News::Scheduled { .. } => return failed("SCHEDULED came of a request whose prompt was computed elsewhere"),
+                // It was asked before it was told.
+                News::Message(ToGateway::Withdraw { attempt: ATTEMPT }, _) | News::Entry | News::Again(_) | News::Moved(..) => {}
+                News::Message(message, why) => return failed(format!("an entry was due, and {message:?} came {why}")),
+            }
+        }
+        self.gateway.end(&stream).await?;
+        same(&stream.entries, &suite.alone(&spec).await?)
+    }
+}
+
+pub(super) async fn unannounced(suite: &Suite) -> Checked {
+    let brought = luggage(suite).await?;
+    let (mut gateway, place) = suite.attached().await?;
+    let identity = suite.like(gateway.hello(place), None);
+    let said = Said { announced: identity.hello.place(), identity, target: place, nonce: NONCE };
+    open(suite, &mut gateway, place, &brought, &said).await?.refused().await.map(drop)
+}
+
+pub(super) async fn wrong_opening(suite: &Suite) -> Checked {
+    let brought = luggage(suite).await?;
+    let changes: [fn(&mut Said); 3] = [
+        |said| said.nonce[15] ^= 1,
+        |said| said.announced.incarnation.0 += 1,
+        |said| said.target.incarnation = Incarnation(said.target.incarnation.0 ^ 1),
+    ];
+    for change in changes {
+        opened(suite, brought.clone(), change).await?.going.refused().await?;
+    }
+    // And as it was announced it is taken.
+    let mut arrival = opened(suite, brought, |_| {}).await?;
+    arrival.going.have().await?;
+    arrival.stops().await
+}
+
+pub(super) async fn other_numerics(suite: &Suite) -> Checked {
+    let brought = luggage(suite).await?;
+    let changes: [fn(&mut Hello); 3] = [
+        |hello| hello.numerics_id.push('x'),
+        |hello| hello.kv_layout = None,
+        |hello| hello.kv_layout = hello.kv_layout.take().map(|layout| KvLayout { block_bytes: layout.block_bytes + 1, ..layout }),
+    ];
+    for change in changes {
+        opened(suite, brought.clone(), |said| change(&mut said.identity.hello)).await?.going.refused().await?;
+    }
+    Ok(())
+}
+
+pub(super) async fn stopped_before(suite: &Suite) -> Checked {
+    let brought = luggage(suite).await?;
+    let (mut gateway, place) = suite.attached().await?;
+    let identity = suite.like(gateway.hello(place), None);
+    let said = Said { announced: identity.hello.place(), identity, target: place, nonce: NONCE };
+    announce(&mut gateway, place, SEQUENCE, ATTEMPT, said.announced, NONCE).await?;
+    gateway.tell(place, SEQUENCE, ToSeat::Stop { upto: ATTEMPT }).await?;
+    gateway.stopped(place, SEQUENCE).await?;
+    // Repeated by a network that is late.
+    announce(&mut gateway, place, SEQUENCE, ATTEMPT, said.announced, NONCE).await?;
+    open(suite, &mut gateway, place, &brought, &said).await?.refused().await.map(drop)
+}
+
+pub(super) async fn whole(suite: &Suite) -> Checked {
+    prepared(suite).await?.starts(suite).await
+}
+
+pub(super) async fn state_again(suite: &Suite) -> Checked {
+    let mut arrival = prepared(suite).await?;
+    arrival.going.state(&arrival.brought).await?;
+    arrival.is_prepared().await?;
+    arrival.starts(suite).await
+}
+
+pub(super) async fn told_as_held(suite: &Suite) -> Checked {
+    let mut arrival = prepared(suite).await?;
+    let (gateway, _) = suite.attached_as(arrival.gateway.name).await?;
+    arrival.gateway = gateway;
+    let held = arrival.gateway.all_held().await?;
+    let [(request, phase, tag, entries)] = held[..] else { return failed(format!("one request was to be held, and {held:?} are")) };
+    let wanted = (arrival.gateway.request(SEQUENCE), ATTEMPT, arrival.brought.next());
+    demand!((request, tag, entries) == wanted, "{request} is held under {tag} with {entries} entries, and {wanted:?} was prepared");
+    demand!(matches!(phase, Phase::Prepared | Phase::Withdrawing), "what is prepared is held as {phase:?}");
+    arrival.stops().await
+}
+
+pub(super) async fn held_prefix(suite: &Suite) -> Checked {
+    let spec = RunRequest { salt: Some(format!("{:x}", random()?)), ..suite.sampled(suite.options.output) };
+    let brought = brought(suite, &spec).await?;
+    let mut arrival = opened(suite, brought, |_| {}).await?;
+    let held = arrival.going.have().await?;
+    if held == 0 {
+        arrival.stops().await?;
+        return skipped("the replica keeps no prefix");
+    }
+    let full = arrival.brought.plan.keys.len() as u32;
+    demand!(held <= full, "{held} blocks are held, and {full} are full");
+    arrival.going.blocks(&arrival.brought, held).await?;
+    arrival.going.state(&arrival.brought).await?;
+    arrival.is_prepared().await?;
+    arrival.starts(suite).await
+}
+
+pub(super) async fn wrong_checksum(suite: &Suite) -> Checked {
+    let mut arrival = opened(suite, luggage(suite).await?, |_| {}).await?;
+    arrival.going.have().await?;
+    let (&index, (tokens, bytes)) = arrival.brought.blocks.first_key_value().expect("a prompt has a block");
+    let header = BlockHeader { index, tokens: *tokens, checksum: xxh3_64(bytes) ^ 1 };
+    arrival.going.block_with(header, bytes).await?;
+    arrival.going.given_up().await?;
+    arrival.withdraws_and_stops().await
+}
+
+pub(super) async fn missing_block(suite: &Suite) -> Checked {
+    let mut arrival = opened(suite, luggage(suite).await?, |_| {}).await?;
+    arrival.going.have().await?;
+    arrival.brought.blocks.pop_last();
+    arrival.going.blocks(&arrival.brought, 0).await?;
+    arrival.going.state(&arrival.brought).await?;
+    arrival.going.given_up().await?;
+    arrival.withdraws_and_stops().await
+}
+
+pub(super) async fn other_state(suite: &Suite) -> Checked {
+    let mut arrival = opened(suite, luggage(suite).await?, |_| {}).await?;
+    arrival.going.have().await?;
+    arrival.going.blocks(&arrival.brought, 0).await?;
+    if let Some(OutputEntry::Token { id, .. }) = arrival.brought.entries.last_mut() {
+        *id ^= 1;
+    }
+    arrival.going.state(&arrival.brought).await?;
+    arrival.going.given_up().await?;
+    arrival.withdraws_and_stops().await
+}
+
+pub(super) async fn source_leaves(suite: &Suite) -> Checked {
+    let mut arrival = opened(suite, luggage(suite).await?, |_| {}).await?;
+    arrival.going.have().await?;
+    arrival.going.hang_up().await?;
+    arrival.withdraws_and_stops().await
+}
+
+pub(super) async fn stays_prepared(suite: &Suite) -> Checked {
+    let mut arrival = prepared(suite).await?;
+    arrival.going.hang_up().await?;
+    arrival.withdraws().await?;
+    arrival.starts(suite).await
+}
