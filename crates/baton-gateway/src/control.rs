@@ -230,7 +230,7 @@ impl Watcher {
         if self.link.as_ref().map(|(to, _)| to) == wanted.as_ref() {
             return;
         }
-        self.engine.facts().migration = wanted.clone();
+        self.engine.facts().migration.clone_from(&wanted);
         self.link = wanted.map(|to| {
             let task = link::keep(self.fleet.clone(), self.engine.id, to.clone());
             (to, TaskGuard::spawn(task))

@@ -133,16 +133,13 @@ impl Gateway {
             tracing::warn!(%address, "no admin_key is set and the address is not loopback: /baton/v1 is off");
         }
         let mut routes = api::routes();
-        let admin_task = match admin_listener {
-            Some(listener) => {
-                tracing::info!(%address, "the admin API has an address of its own");
-                Some(TaskGuard::spawn(serve_admin(shared.clone(), listener)))
-            }
-            None => {
-                routes = routes.merge(admin::routes(&shared));
-                None
-            }
-        };
+        if admin_listener.is_none() {
+            routes = routes.merge(admin::routes(&shared));
+        }
+        let admin_task = admin_listener.map(|listener| {
+            tracing::info!(%address, "the admin API has an address of its own");
+            TaskGuard::spawn(serve_admin(shared.clone(), listener))
+        });
         let app = routes.method_not_allowed_fallback(async || Refusal::MethodNotAllowed);
         let app = app.layer(from_fn(api::echo_request_id)).with_state(shared.clone());
         let door = api::Door::new(shared.clone(), app);

@@ -40,3 +40,14 @@ pub fn sampling_from_wire(sampling: &RunSampling) -> Result<SamplingParams, Samp
         logprobs: sampling.logprobs,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_wire_s_neutral_values_are_the_engine_s() {
+        assert_eq!(sampling_from_wire(&RunSampling::default()).unwrap(), SamplingParams::new(SamplingOptions::default()).unwrap());
+        assert!(sampling_from_wire(&RunSampling { top_p: 2.0, ..RunSampling::default() }).is_err());
+    }
+}

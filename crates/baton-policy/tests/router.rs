@@ -411,7 +411,7 @@ fn a_decision_is_in_the_index_before_anything_else_is_asked() {
         let matched = reader.matches(&keys(1, 1600));
         match router.decide(arrival(request, 1, 1600), Some(matched), now) {
             Verdict::Run(placed) => placed.replica,
-            other => panic!("{other:?}"),
+            other @ (Verdict::Hold | Verdict::Refuse(_)) => panic!("{other:?}"),
         }
     };
     let first = decide(&mut router, 1, ms(0.0));

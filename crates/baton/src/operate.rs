@@ -23,7 +23,7 @@ pub(crate) struct GatewayArgs {
     /// The gateway's address
     #[arg(long, default_value = "http://127.0.0.1:8080")]
     url: String,
-    /// Its admin key, where it has one; read from the environment as BATON_ADMIN_KEY too
+    /// Its admin key, where it has one
     #[arg(long, value_name = "KEY", env = "BATON_ADMIN_KEY", hide_env_values = true)]
     admin_key: Option<String>,
     /// Print the gateway's own JSON
@@ -83,16 +83,22 @@ pub(crate) async fn fleet(args: &FleetArgs, out: &mut impl Write) -> Result<()> 
         return print(&fleet, out);
     }
     let rows = list(&fleet["replicas"]).iter().map(|replica| {
-        let state = match &replica["drain"] {
-            Value::Null => text(&replica["state"]),
-            drain if drain["emptied_ms"].is_null() => "draining".to_owned(),
-            _ => "drained".to_owned(),
+        let (drain, migration) = (&replica["drain"], &replica["migration"]);
+        let state = if drain.is_null() {
+            text(&replica["state"])
+        } else if drain["emptied_ms"].is_null() {
+            "draining".to_owned()
+        } else {
+            "drained".to_owned()
         };
-        let moves = match &replica["migration"] {
-            Value::Null => "no".to_owned(),
-            migration if migration["connected"] == true => "yes".to_owned(),
-            _ => "unreachable".to_owned(),
+        let moves = if migration.is_null() {
+            "no"
+        } else if migration["connected"] == true {
+            "yes"
+        } else {
+            "unreachable"
         };
+        let moves = moves.to_owned();
         let kv = format!("{}/{}", text(&replica["kv_blocks_free"]), text(&replica["kv_blocks_total"]));
         vec![
             text(&replica["id"]),
@@ -244,11 +250,7 @@ fn list(value: &Value) -> &[Value] {
 }
 
 fn text(value: &Value) -> String {
-    match value {
-        Value::Null => "-".to_owned(),
-        Value::String(text) => text.clone(),
-        other => other.to_string(),
-    }
+    if value.is_null() { "-".to_owned() } else { value.as_str().map_or_else(|| value.to_string(), str::to_owned) }
 }
 
 fn ms(value: &Value) -> String {

@@ -239,7 +239,13 @@ impl Desk {
                 }
             }
             // Of an older life of this gateway, which the replica frees by itself; or for a replica, and no replica says it.
-            _ => tracing::debug!(?from, "a frame that is not for this gateway"),
+            ControlFrame::Holds { .. }
+            | ControlFrame::ToGateway { .. }
+            | ControlFrame::Scheduled { .. }
+            | ControlFrame::Moved { .. }
+            | ControlFrame::Lease { .. }
+            | ControlFrame::Expect { .. }
+            | ControlFrame::ToSeat { .. } => tracing::debug!(?from, "a frame that is not for this gateway"),
         }
     }
 

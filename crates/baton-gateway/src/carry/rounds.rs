@@ -152,6 +152,9 @@ impl Fleet {
     /// The fleet as the rule wants to see it: replicas that are reached, and of their requests which can be moved.
     fn facts(&self, now: Time) -> FleetFacts {
         let terms = self.with_desk(|desk, _| self.terms(desk));
+        if terms.is_empty() {
+            return FleetFacts::default();
+        }
         let mut facts = self.peek_router(|router, _| router.fleet_facts(|id| terms.get(&id).cloned(), now));
         self.with_desk(|desk, _| {
             for replica in &mut facts.replicas {

@@ -135,7 +135,7 @@ impl Exchange {
                     }
                 }
                 RunEvent::Moved(replica) => self.moved(replica),
-                RunEvent::Lost(loss) => self.lost(choice, loss),
+                RunEvent::Lost(loss) => self.lost(choice, &loss),
             }
         }
     }
@@ -221,7 +221,7 @@ impl Exchange {
     }
 
     /// Nobody runs a choice any more.
-    fn lost(&mut self, choice: u32, loss: Loss) {
+    fn lost(&mut self, choice: u32, loss: &Loss) {
         let epoch = match &self.attempt {
             Some(running) => running.epoch,
             None => return,

@@ -75,7 +75,7 @@ impl Bench {
 
     /// The replica says something of a sequence.
     fn say(&mut self, replica: u32, sequence: u64, message: ToGateway<OutputEntry>, why: &str) {
-        self.now = self.now + Duration::from_millis(10);
+        self.now += Duration::from_millis(10);
         let request = RequestName { gateway: NAME, sequence };
         self.desk.heard(place(replica), ControlFrame::ToGateway { request, message, why: why.to_owned() }, self.now);
     }
@@ -102,17 +102,13 @@ impl Bench {
     }
 
     fn arrived(&mut self) -> Vec<ReplicaId> {
-        let arrived = |effect| match effect {
-            Effect::Arrived { to, .. } => Some(to),
-            _ => None,
-        };
+        let arrived = |effect| if let Effect::Arrived { to, .. } = effect { Some(to) } else { None };
         self.desk.take_effects().into_iter().filter_map(arrived).collect()
     }
 
     fn open_attempt(&mut self, replica: u32) -> Tag {
-        let opened = |frame: &ControlFrame| match frame {
-            ControlFrame::ToSeat { message: ToSeat::Move { attempt, .. }, .. } => Some(*attempt),
-            _ => None,
+        let opened = |frame: &ControlFrame| {
+            if let ControlFrame::ToSeat { message: ToSeat::Move { attempt, .. }, .. } = frame { Some(*attempt) } else { None }
         };
         self.sent(replica).iter().find_map(opened).expect("the source is told to move")
     }
