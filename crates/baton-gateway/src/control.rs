@@ -95,7 +95,7 @@ impl Watcher {
     async fn seen(&mut self, sighting: Sighting, asked_at: Time) {
         self.unanswered = 0;
         let (life, began) = self.life(&sighting);
-        if self.is_held_off(began, asked_at) {
+        if self.is_held_off(began, asked_at) || self.hangs() {
             return;
         }
         let models_due = self.models_at.is_none_or(|at| asked_at.since(at) >= MODELS_EVERY);
@@ -118,6 +118,11 @@ impl Watcher {
             facts.held_off_until = Time::ZERO;
         }
         facts.health == Health::Suspect && now < facts.held_off_until
+    }
+
+    /// Whether this life of the engine is known to hang, though it answered. A new life has a connection of its own.
+    fn hangs(&self) -> bool {
+        self.engine.facts().spec.is_some() && self.fleet.with_desk(|desk, _| desk.hangs(self.engine.id))
     }
 
     /// Which life of the engine this is, and whether it has just begun (or begun again after silence).
@@ -229,6 +234,10 @@ impl Watcher {
     fn attach(&mut self, wanted: Option<Destination>) {
         if self.link.as_ref().map(|(to, _)| to) == wanted.as_ref() {
             return;
+        }
+        if self.link.is_some() {
+            // Another life: what the former one ran is with nobody.
+            self.fleet.with_desk(|desk, now| desk.gone(self.engine.id, now));
         }
         self.engine.facts().migration.clone_from(&wanted);
         self.link = wanted.map(|to| {

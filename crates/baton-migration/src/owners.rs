@@ -258,6 +258,11 @@ impl<E: Entry> Owners<E> {
         self.replicas.get(&place).is_none_or(|replica| replica.watch.suspicion().is_some())
     }
 
+    /// Why a connected place is suspected; none where it is trusted, or not known.
+    pub fn suspicion(&self, place: Place) -> Option<Suspicion> {
+        self.replicas.get(&place).and_then(|replica| replica.watch.suspicion())
+    }
+
     /// Requests that live and are owned by `place`, ascending.
     pub fn requests_on(&self, place: Place) -> impl Iterator<Item = u64> {
         let owns = move |sequence: &u64| self.requests[sequence].ownership.register().owner().is_some_and(|(owner, _)| owner == place);

@@ -193,6 +193,12 @@ impl Desk {
         }
     }
 
+    /// Whether its heartbeat says that the replica hangs, whatever its HTTP server says. A connection that is only broken says nothing of it.
+    pub(crate) fn hangs(&self, replica: ReplicaId) -> bool {
+        let suspicion = self.places.get(&replica).and_then(|place| self.owners.suspicion(*place));
+        matches!(suspicion, Some(Suspicion::Silent(_) | Suspicion::Stands(..)))
+    }
+
     /// Names what decides the bits of the replica's answers, where it is reached.
     pub(crate) fn numerics_of(&self, replica: ReplicaId) -> Option<&str> {
         self.link(replica).map(|(_, link)| link.numerics_id.as_str())

@@ -213,6 +213,20 @@ fn a_lost_request_is_told_once_and_goes_on_from_what_was_delivered() {
 }
 
 #[test]
+fn a_replica_that_is_silent_hangs_and_one_that_is_cut_off_may_not() {
+    let mut bench = Bench::new(&["n", "n"]);
+    bench.desk.disconnected(place(1), bench.now);
+    let at = bench.desk.poll_timeout();
+    bench.desk.timeout(at);
+    assert!(bench.desk.hangs(ReplicaId(0)) && bench.desk.numerics_of(ReplicaId(0)).is_none());
+    assert!(!bench.desk.hangs(ReplicaId(1)) && bench.desk.numerics_of(ReplicaId(1)).is_none());
+    let beat = baton_wire::migration::Heartbeat { sequence: 1, steps: 1, step_predicted_us: 0, waiting: 0, running: 0 };
+    bench.desk.heard(place(0), ControlFrame::Heartbeat(beat), at);
+    assert!(!bench.desk.hangs(ReplicaId(0)) && bench.desk.numerics_of(ReplicaId(0)).is_some());
+    assert!(matches!(&bench.sent(0)[..], [ControlFrame::Lease { sequence: 1 }]));
+}
+
+#[test]
 fn what_a_replica_refuses_comes_with_its_reason() {
     let mut bench = Bench::new(&["n"]);
     let sequence = bench.start(0, 0);
