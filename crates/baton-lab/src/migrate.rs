@@ -197,7 +197,9 @@ impl Pair {
             medians.push((f64::from(context), gap - step));
         }
         println!("aim of p99: 2 steps and 2 round trips of {round_trip:.3} ms, so p99/aim at most 1");
-        println!("slope of the gap less the median: {:.4} ms for 1,000 tokens (aim: 0)", 1e3 * slope(&medians));
+        if medians.len() > 1 {
+            println!("slope of the gap less the median: {:.4} ms for 1,000 tokens (aim: 0)", 1e3 * slope(&medians));
+        }
         Ok(())
     }
 
