@@ -16,7 +16,7 @@ use super::{
     actor::{FromSource, Input, Sent},
     travel,
 };
-use crate::driver::{EngineHandle, Exported, MoveCommand, Progress};
+use crate::driver::{EngineHandle, Exported, MoveCommand, Progress, Slice};
 
 /// So few blocks are left to the time when the request stands still (Llumnix, OSDI'24, section 4.2).
 const LAST_BLOCKS: Blocks = Blocks(16);
@@ -160,17 +160,18 @@ impl KvSource {
         }
     }
 
-    /// Sends blocks of the request, which are full or stand still.
+    /// Sends blocks of the request, which are full or stand still. While some go out the engine copies the next ones.
     async fn send(&self, link: &mut Link, blocks: Range<u32>, preemptions: u32) -> Result<(), CopyError> {
         let size = self.block_size();
         let mut next = blocks.start;
-        while next < blocks.end {
-            let (sender, answer) = oneshot::channel();
-            self.order(MoveCommand::Read(self.run, next..blocks.end, sender))?;
+        let read = |from| if from < blocks.end { self.read(from..blocks.end).map(Some) } else { Ok(None) };
+        let mut copied = read(next)?;
+        while let Some(answer) = copied {
             let slice = answer.await.ok().flatten().ok_or(CopyError::Ended)?;
             if slice.progress.preemptions != preemptions || slice.blocks.is_empty() {
                 return Err(CopyError::Preempted);
             }
+            copied = read(next + slice.blocks.len() as u32)?;
             for bytes in slice.blocks {
                 let before = Blocks(next).to_tokens(size);
                 let tokens = (slice.progress.computed - before).min(Tokens(size.get())).0;
@@ -183,6 +184,13 @@ impl KvSource {
         Ok(())
     }
 
+    /// The engine copies what it may of these between two steps.
+    fn read(&self, blocks: Range<u32>) -> Result<oneshot::Receiver<Option<Slice>>, CopyError> {
+        let (sender, answer) = oneshot::channel();
+        self.order(MoveCommand::Read(self.run, blocks, sender))?;
+        Ok(answer)
+    }
+
     async fn export(&self) -> Result<Exported, CopyError> {
         let (sender, answer) = oneshot::channel();
         self.order(MoveCommand::Export(self.run, sender))?;
@@ -190,9 +198,7 @@ impl KvSource {
     }
 
     async fn progress(&self, preemptions: u32) -> Result<Progress, CopyError> {
-        let (sender, answer) = oneshot::channel();
-        self.order(MoveCommand::Read(self.run, 0..0, sender))?;
-        let progress = answer.await.ok().flatten().ok_or(CopyError::Ended)?.progress;
+        let progress = self.read(0..0)?.await.ok().flatten().ok_or(CopyError::Ended)?.progress;
         if progress.preemptions == preemptions { Ok(progress) } else { Err(CopyError::Preempted) }
     }
 
