@@ -55,7 +55,7 @@ impl Server {
         (server, read)
     }
 
-    fn spawn(command: &mut Command) -> Self {
+    pub(crate) fn spawn(command: &mut Command) -> Self {
         let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
         let mut line = String::new();
@@ -160,6 +160,15 @@ pub(crate) fn command_line(pid: u32) -> Vec<String> {
 pub(crate) fn signal(pid: u32, signal: i32) {
     // SAFETY: takes its arguments by value; the pid is of a process that this test started.
     assert_eq!(unsafe { libc::kill(pid.cast_signed(), signal) }, 0);
+}
+
+/// Sleeps until the child stands still.
+pub(crate) fn wait_for_stop(child: u32) {
+    // SAFETY: a `siginfo_t` is plain numbers, and is written to only here.
+    let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+    // SAFETY: the pointer is valid for the call; `WNOWAIT` leaves the child's end to who waits for that.
+    let waited = unsafe { libc::waitid(libc::P_PID, child, &raw mut info, libc::WSTOPPED | libc::WNOWAIT) };
+    assert_eq!(waited, 0, "process {child}: {}", std::io::Error::last_os_error());
 }
 
 /// A process, whatever becomes of its pid.
