@@ -5,6 +5,7 @@
 
 mod actor;
 mod control;
+mod fault;
 mod kv_source;
 mod kv_target;
 mod lease_clock;
@@ -51,6 +52,8 @@ pub enum MigrationError {
     Unspecified(IpAddr),
     #[error("the migration address {address} cannot be had: {error}")]
     Bind { address: SocketAddr, error: std::io::Error },
+    #[error("BATON_FAULT = {0} is no fault; it is for tests only, unset it")]
+    Fault(String),
 }
 
 /// Bound and not served yet.
@@ -93,6 +96,7 @@ impl MigrationConfig {
 impl Listeners {
     pub(crate) async fn bind(config: &MigrationConfig) -> Result<Self, MigrationError> {
         config.check()?;
+        fault::arm()?;
         let (control, control_address) = bind(config.host, config.control_port).await?;
         let (kv, kv_address) = bind(config.host, config.kv_port).await?;
         Ok(Self { control, control_address, kv, kv_address })

@@ -22,6 +22,7 @@ use tokio::{
 use super::{
     Models,
     control::ConnectionId,
+    fault::{self, Point},
     kv_source::{Frozen, KvSource},
     kv_target::{Opening, TargetOrder},
     lease_clock::LeaseClock,
@@ -369,6 +370,7 @@ impl Actor {
         let Some(here) = self.requests.get_mut(&request) else { return };
         let Some(copy) = here.copy.as_mut().filter(|copy| copy.freezing) else { return };
         copy.frozen_at = Some(at);
+        fault::reached(Point::SourceFrozen);
         let whole = here.run.as_ref().is_some_and(|run| run.computed.is_empty());
         self.feed(if whole { SeatsInput::Frozen { request } } else { SeatsInput::CopyFailed { request } });
     }
@@ -445,6 +447,7 @@ impl Actor {
                 if taken {
                     let here = self.requests.entry(request).or_default();
                     here.arrival = Some(Arrival { attempt, source, room, orders, state: None });
+                    fault::reached(Point::TargetPreparing);
                 }
                 let _ = answer.send(taken);
             }
@@ -597,6 +600,7 @@ impl Actor {
         let id = self.engine.next_id();
         let came = here.arrival.as_mut().and_then(|arrival| arrival.state.take()).filter(|(state, _)| whole && state.output == output);
         if let Some((mut state, since)) = came {
+            fault::reached(Point::TargetOwning);
             state.history = state.history.aged(self.engine.now().since(since));
             let arrival = here.arrival.take().expect("the state came with it");
             let id = state.request.id;
@@ -646,6 +650,7 @@ impl Actor {
             to,
             run: run.id,
         };
+        fault::reached(Point::SourceCopying);
         let (frozen, stands_still) = oneshot::channel();
         let task = tokio::spawn(source.run(stands_still)).abort_handle();
         here.copy = Some(Copy { attempt, target, task, frozen: Some(frozen), frozen_at: None, freezing: false });

@@ -6,14 +6,17 @@ use std::sync::{
 };
 
 use baton_link::{Connection, ConnectionError, FrameReader, FrameWriter, Identity};
-use baton_migration::GatewayName;
+use baton_migration::{GatewayName, ToGateway};
 use baton_wire::migration::{ControlFrame, handshake::Role};
 use tokio::{
     net::{TcpListener, TcpStream},
     sync::mpsc,
 };
 
-use super::actor::Input;
+use super::{
+    actor::Input,
+    fault::{self, Point},
+};
 
 /// Gateways, and strangers that have not introduced themselves; more wait.
 const CONNECTIONS_MAX: usize = 64;
@@ -68,10 +71,14 @@ async fn read(
 async fn write(mut writer: FrameWriter, mut queue: mpsc::Receiver<ControlFrame>) -> Result<(), ConnectionError> {
     let mut frames = Vec::with_capacity(WRITTEN_AT_ONCE);
     while queue.recv_many(&mut frames, WRITTEN_AT_ONCE).await > 0 {
+        let asks = frames.iter().any(|frame| matches!(frame, ControlFrame::ToGateway { message: ToGateway::CommitTarget { .. }, .. }));
         for frame in frames.drain(..) {
             writer.control(&frame).await?;
         }
         writer.flush().await?;
+        if asks {
+            fault::reached(Point::SourceAsked);
+        }
     }
     Ok(())
 }

@@ -23,6 +23,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::{
     actor::{FromTarget, Input},
+    fault::{self, Point},
     travel,
 };
 use crate::driver::{COPIED_BETWEEN_STEPS, EngineHandle, MoveCommand, Room};
@@ -216,7 +217,10 @@ impl KvTarget<'_> {
                     self.writer.kv(&KvFrame::Credit { bytes }).await?;
                 }
                 order = orders.recv() => match order {
-                    Some(TargetOrder::Prepared { entries }) => self.writer.kv(&KvFrame::Prepared { entries }).await?,
+                    Some(TargetOrder::Prepared { entries }) => {
+                        self.writer.kv(&KvFrame::Prepared { entries }).await?;
+                        fault::reached(Point::TargetPrepared);
+                    }
                     None => return Ok(()),
                 },
             }
