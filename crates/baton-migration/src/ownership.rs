@@ -93,11 +93,11 @@ impl<E: Entry> Ownership<E> {
                     self.attempt_ends = now + self.timing.attempt;
                 }
             }
-            OwnershipInput::Stay => self.register.close_attempt(&mut out),
+            OwnershipInput::Stay => self.register.give_up(&mut out),
             OwnershipInput::Force { owner } => self.register.force(owner, &mut out),
             OwnershipInput::Suspected { place } => {
                 if self.register.attempt().is_some_and(|(_, target)| target == place) {
-                    self.register.close_attempt(&mut out);
+                    self.register.give_up(&mut out);
                 }
                 out.extend(self.is_owner(place).then_some(RegisterOutput::Lost));
             }
@@ -109,7 +109,7 @@ impl<E: Entry> Ownership<E> {
             OwnershipInput::End => self.register.end(&mut out),
             OwnershipInput::Timeout => {
                 if self.attempt_ends <= now {
-                    self.register.close_attempt(&mut out);
+                    self.register.give_up(&mut out);
                 }
                 if self.repeat.is_due(&self.timing, now) {
                     out.extend(self.register.unanswered());

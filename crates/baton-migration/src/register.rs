@@ -137,7 +137,7 @@ impl<E: Entry> Register<E> {
                     }
                 } else {
                     if live.attempt.is_some_and(|open| open.tag == attempt) {
-                        self.close_attempt(out);
+                        self.give_up(out);
                     }
                     self.stop(from, attempt, out);
                 }
@@ -164,8 +164,19 @@ impl<E: Entry> Register<E> {
         Some(self.counter)
     }
 
-    /// Gives the open attempt up. Its target lets go of what it has prepared; a source that asks is told no.
-    pub fn close_attempt(&mut self, out: &mut Vec<RegisterOutput<E>>) {
+    /// Gives the open attempt up. Its target lets go of what it has prepared; its source goes on at once, and need not find out by itself that
+    /// a target is silent.
+    pub fn give_up(&mut self, out: &mut Vec<RegisterOutput<E>>) {
+        if let Some(live) = &self.live
+            && let Some(Attempt { tag: attempt, .. }) = live.attempt
+        {
+            out.push(RegisterOutput::ToSeat { to: live.owner, message: ToSeat::No { epoch: live.epoch, attempt } });
+        }
+        self.close_attempt(out);
+    }
+
+    /// The attempt is over, as its source knows.
+    fn close_attempt(&mut self, out: &mut Vec<RegisterOutput<E>>) {
         if let Some(Attempt { tag, target }) = self.live.as_mut().and_then(|live| live.attempt.take()) {
             out.push(RegisterOutput::AttemptEnded { attempt: tag });
             self.stop(target, tag, out);
@@ -203,7 +214,7 @@ impl<E: Entry> Register<E> {
     /// An incarnation is gone, with all that it held. True when it was the owner's: choose another place and call [`Self::force`].
     pub fn gone(&mut self, place: Place, out: &mut Vec<RegisterOutput<E>>) -> bool {
         if self.attempt().is_some_and(|(_, target)| target == place) {
-            self.close_attempt(out);
+            self.give_up(out);
         }
         self.stops.remove(&place);
         self.places.remove(&place);

@@ -96,6 +96,8 @@ impl<E: Entry> Seat<E> {
             ToSeat::No { epoch, attempt } => {
                 if self.is_at(Phase::Asking, epoch, attempt) {
                     self.reclaim(out);
+                } else if self.is_at(Phase::Copying, epoch, attempt) || self.is_at(Phase::Frozen, epoch, attempt) {
+                    self.abort(out);
                 }
             }
             ToSeat::Resume { epoch, attempt, resumed, next } => self.resume(epoch, attempt, resumed, next, out),

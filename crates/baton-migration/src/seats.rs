@@ -436,6 +436,29 @@ mod tests {
     }
 
     #[test]
+    fn a_source_that_is_told_no_goes_on_whether_it_copies_or_is_frozen() {
+        let target = Place { replica: ReplicaId(1), incarnation: Incarnation(1) };
+        let (epoch, attempt) = (Tag(1), Tag(2));
+        let told = |message| SeatsInput::FromGateway { request: REQUEST, message };
+        for frozen in [false, true] {
+            let mut seats = seats();
+            start_at(&mut seats, seconds(1));
+            seats.handle(told(ToSeat::Move { epoch, attempt, target }), seconds(1));
+            if frozen {
+                seats.handle(SeatsInput::Frozen { request: REQUEST }, seconds(1));
+            }
+            assert_eq!(seats.seat(REQUEST).unwrap().is_computing(), !frozen);
+            seats.handle(told(ToSeat::No { epoch, attempt: Tag(3) }), seconds(1));
+            assert_ne!(seats.seat(REQUEST).unwrap().holding().unwrap().phase, Phase::Running, "another attempt");
+            outputs(&mut seats);
+            seats.handle(told(ToSeat::No { epoch, attempt }), seconds(1));
+            assert!(seats.seat(REQUEST).unwrap().is_computing());
+            let aborted = SeatsOutput::ToGateway { request: REQUEST, message: ToGateway::Aborted { epoch, attempt } };
+            assert!(outputs(&mut seats).contains(&aborted));
+        }
+    }
+
+    #[test]
     fn a_source_brings_nothing_for_a_gateway_that_is_not_attached() {
         let mut seats = seats();
         let from = Place { replica: ReplicaId(1), incarnation: Incarnation(1) };

@@ -294,7 +294,7 @@ impl Moves {
                 next.register.open(target, &mut of_gateway)?;
                 next.left.attempts -= 1;
             }
-            Step::CloseAttempt => next.register.close_attempt(&mut of_gateway),
+            Step::CloseAttempt => next.register.give_up(&mut of_gateway),
             Step::Replace(target) => {
                 let (owner, _) = next.register.owner()?;
                 next.register.gone(owner, &mut of_gateway);
@@ -326,7 +326,7 @@ impl Moves {
                     next.suspected[1 - place] = false;
                     self.force(&mut next, target, &mut of_gateway);
                 } else {
-                    next.register.close_attempt(&mut of_gateway);
+                    next.register.give_up(&mut of_gateway);
                 }
             }
             Step::Crash(place) => {

@@ -135,6 +135,23 @@ fn a_move_says_from_where_to_where_and_none_goes_to_who_is_suspected() {
 }
 
 #[test]
+fn a_source_is_told_to_go_on_when_its_target_is_silent_or_gone() {
+    let (source, target) = (place(0, 1), place(1, 1));
+    for ends in [Input::Disconnected { place: target }, Input::Gone { place: target }, Input::Stay { sequence: 1 }] {
+        let mut gateway = Gateway::new();
+        gateway.starts(source);
+        gateway.hears(Input::Move { sequence: 1, target });
+        let (epoch, attempt) = (Tag(1), Tag(2));
+        let outputs = gateway.hears(ends.clone());
+        assert!(outputs.contains(&to(source, ToSeat::No { epoch, attempt })), "{ends:?} {outputs:?}");
+        assert!(outputs.contains(&Output::AttemptEnded { sequence: 1, attempt }));
+        // It answers, and that is no news.
+        assert_eq!(gateway.says(source, ToGateway::Aborted { epoch, attempt }), []);
+        assert!(gateway.owners.ownership(1).unwrap().can_move());
+    }
+}
+
+#[test]
 fn a_request_is_lost_when_its_owner_is_or_was_suspected_or_has_a_new_life() {
     let (mut gateway, owner) = (Gateway::new(), place(0, 1));
     let lost = |owner| Output::Lost { sequence: 1, owner };
