@@ -6,5 +6,6 @@
 mod common;
 
 mod client;
+mod faults;
 mod fleet;
 mod streams;

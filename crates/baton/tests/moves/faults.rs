@@ -1,0 +1,232 @@
+//! Replicas and gateways that die or stand still in the middle of a move.
+
+use crate::{
+    client::{Answer, Ask, Reading},
+    common::{Handle, Server, signal, wait_for_stop},
+    fleet::{Fleet, Make, Ordered, report, until_empty},
+};
+
+/// Whose point it is of the move from r0 to r1.
+const SOURCE: usize = 0;
+const TARGET: usize = 1;
+const REPLICAS: usize = 3;
+/// Output before the move, and after which a request is believed to go on elsewhere.
+const SOME: usize = 20;
+const TOKENS: u32 = 500;
+/// Fleets at once; they wait more than they compute.
+const LANES: usize = 4;
+
+fn timed() -> Make {
+    Make::timed().with(&["--blocks", "1024", "--max-model-len", "8192"])
+}
+
+/// Of a prompt of many blocks.
+fn ask() -> Ask {
+    Ask::chat(&"what is told here is long ".repeat(200), TOKENS).sampled(7)
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fault {
+    Kill,
+    Stop,
+}
+
+impl Fault {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Kill => "kill",
+            Self::Stop => "stop",
+        }
+    }
+
+    fn signal(self) -> i32 {
+        match self {
+            Self::Kill => libc::SIGKILL,
+            Self::Stop => libc::SIGSTOP,
+        }
+    }
+
+    /// Waits until it has happened to the process.
+    fn await_at(self, replica: &Server) {
+        match self {
+            Self::Kill => Handle::of(replica.pid()).wait_for_end(),
+            Self::Stop => wait_for_stop(replica.pid()),
+        }
+    }
+}
+
+/// Replicas that fail, each at a point of its own.
+type Faults = Vec<(usize, &'static str, Fault)>;
+
+fn every_point() -> Vec<Faults> {
+    let points = [
+        (SOURCE, "source-copying"),
+        (SOURCE, "source-frozen"),
+        (SOURCE, "source-asked"),
+        (TARGET, "target-preparing"),
+        (TARGET, "target-prepared"),
+        (TARGET, "target-owning"),
+    ];
+    points.into_iter().flat_map(|(who, point)| [Fault::Kill, Fault::Stop].map(|fault| vec![(who, point, fault)])).collect()
+}
+
+/// Points that both sides of one move reach.
+fn both_sides() -> Vec<Faults> {
+    let pairs = [
+        (("source-asked", Fault::Kill), ("target-owning", Fault::Kill)),
+        (("source-asked", Fault::Stop), ("target-owning", Fault::Kill)),
+        (("source-asked", Fault::Kill), ("target-owning", Fault::Stop)),
+        (("source-asked", Fault::Stop), ("target-owning", Fault::Stop)),
+        (("source-asked", Fault::Stop), ("target-prepared", Fault::Kill)),
+        (("source-asked", Fault::Kill), ("target-prepared", Fault::Stop)),
+    ];
+    pairs.into_iter().map(|(source, target)| vec![(SOURCE, source.0, source.1), (TARGET, target.0, target.1)]).collect()
+}
+
+/// Sends the request, and has it run at r0 with some output.
+fn begun_at_source(fleet: &Fleet, ask: &Ask, request_id: &str) -> Reading {
+    let mut reading = ask.send(fleet.url(), request_id);
+    while reading.answer.tokens() < SOME {
+        assert!(reading.next());
+    }
+    if fleet.request(request_id).unwrap()["replica"] != format!("r{SOURCE}") {
+        assert!(matches!(fleet.migrate(request_id, SOURCE), Ordered::Moved));
+    }
+    reading
+}
+
+fn read_to_end(mut reading: Reading) -> Answer {
+    while reading.next() {}
+    reading.answer
+}
+
+/// Waits for more output than what was on its way, which is of who goes on with the request.
+fn read_from_elsewhere(fleet: &Fleet, request_id: &str, reading: &mut Reading) {
+    let row = fleet.request(request_id).expect("it has far to go");
+    let before = row["output_tokens"].as_u64().unwrap() as usize;
+    while reading.answer.tokens() < before + SOME {
+        assert!(reading.next(), "{:?}", reading.answer);
+    }
+}
+
+/// Moves a request whose source or target, or both, fail on the way: its client must not notice, and nothing may be left anywhere.
+fn outlives(faults: &Faults) {
+    let make = timed();
+    let replica = |index: usize| {
+        let fault = faults.iter().find(|(who, ..)| *who == index).map(|(_, point, fault)| format!("{point}:{}", fault.name()));
+        make.replica(&format!("r{index}"), &fault.as_deref().map(|fault| ("BATON_FAULT", fault)).into_iter().collect::<Vec<_>>())
+    };
+    let mut fleet = Fleet::of(&make, (0..REPLICAS).map(replica).collect());
+    let (ask, id) = (ask(), "moved");
+    let mut reading = begun_at_source(&fleet, &ask, id);
+    let answer = std::thread::scope(|scope| {
+        scope.spawn(|| fleet.migrate(id, TARGET));
+        for (who, _, fault) in faults {
+            fault.await_at(&fleet.replicas[*who]);
+        }
+        read_from_elsewhere(&fleet, id, &mut reading);
+        for (who, ..) in faults.iter().filter(|(.., fault)| *fault == Fault::Stop) {
+            signal(fleet.replicas[*who].pid(), libc::SIGCONT);
+        }
+        read_to_end(reading)
+    });
+    let killed = |index: usize| faults.iter().any(|(who, _, fault)| *who == index && *fault == Fault::Kill);
+    fleet.keep(|index| !killed(index));
+    check(&fleet, &ask, &answer, &format!("{faults:?}"));
+    fleet.until_at_rest();
+}
+
+/// Compares with the answer of a replica alone.
+fn check(fleet: &Fleet, ask: &Ask, answer: &Answer, what: &str) {
+    let alone = ask.answer(&fleet.replicas.last().unwrap().url, "alone");
+    assert!(alone.is_whole(), "{alone:?}");
+    assert_eq!(*answer, alone, "{what}");
+    assert_eq!(answer.tokens(), TOKENS as usize);
+}
+
+/// Runs all, some at a time.
+fn all_at_once<T: Sync>(cases: &[T], run: impl Fn(&T) + Sync) {
+    let run = &run;
+    std::thread::scope(|scope| {
+        for lane in 0..LANES {
+            scope.spawn(move || cases.iter().skip(lane).step_by(LANES).for_each(run));
+        }
+    });
+}
+
+#[test]
+fn a_stream_outlives_its_source_or_its_target_at_every_point_of_a_move() {
+    all_at_once(&every_point(), outlives);
+}
+
+#[test]
+fn a_stream_outlives_both_sides_of_a_move() {
+    all_at_once(&both_sides(), outlives);
+}
+
+/// The target has begun: what it was is gone at the source.
+#[test]
+fn a_stream_outlives_the_replica_that_it_came_to() {
+    all_at_once(&[Fault::Kill, Fault::Stop], |fault| {
+        let make = timed();
+        let mut fleet = make.fleet(REPLICAS);
+        let (ask, id) = (ask(), "moved");
+        let mut reading = begun_at_source(&fleet, &ask, id);
+        assert!(matches!(fleet.migrate(id, TARGET), Ordered::Moved));
+        signal(fleet.replicas[TARGET].pid(), fault.signal());
+        fault.await_at(&fleet.replicas[TARGET]);
+        read_from_elsewhere(&fleet, id, &mut reading);
+        if *fault == Fault::Stop {
+            signal(fleet.replicas[TARGET].pid(), libc::SIGCONT);
+        }
+        check(&fleet, &ask, &read_to_end(reading), fault.name());
+        fleet.keep(|index| index != TARGET || *fault == Fault::Stop);
+        fleet.until_at_rest();
+    });
+}
+
+/// The owner dies, and then the one that went on.
+#[test]
+fn a_stream_outlives_two_replicas_in_turn() {
+    let make = timed();
+    let mut fleet = make.fleet(REPLICAS);
+    let (ask, id) = (ask(), "moved");
+    let mut reading = begun_at_source(&fleet, &ask, id);
+    let owner = || fleet.request(id).unwrap()["replica"].as_str().unwrap()[1..].parse::<usize>().unwrap();
+    let mut dead = Vec::new();
+    for _ in 0..REPLICAS - 1 {
+        let victim = owner();
+        signal(fleet.replicas[victim].pid(), libc::SIGKILL);
+        Fault::Kill.await_at(&fleet.replicas[victim]);
+        read_from_elsewhere(&fleet, id, &mut reading);
+        dead.push(victim);
+        assert!(!dead.contains(&owner()));
+    }
+    let answer = read_to_end(reading);
+    fleet.keep(|index| !dead.contains(&index));
+    check(&fleet, &ask, &answer, "two deaths");
+    fleet.until_at_rest();
+}
+
+/// Nobody asks any more for what a dead gateway had them run.
+#[test]
+fn replicas_free_what_a_killed_gateway_left_and_serve_the_next_one() {
+    let make = timed();
+    let mut fleet = make.fleet(REPLICAS);
+    // Too long to end before the lease does.
+    let endless = Ask::chat("go on and on", 6000);
+    let mut left: Vec<Reading> = (0..2 * REPLICAS).map(|number| endless.send(fleet.url(), &format!("left-{number}"))).collect();
+    for reading in &mut left {
+        while reading.answer.tokens() < SOME {
+            assert!(reading.next());
+        }
+    }
+    assert!(fleet.replicas.iter().all(|replica| report(replica)["running"] != 0), "each has some");
+    signal(fleet.gateway.pid(), libc::SIGKILL);
+    fleet.gateway.wait();
+    fleet.replicas.iter().for_each(until_empty);
+    fleet.restart_gateway(&make);
+    let ask = ask();
+    check(&fleet, &ask, &ask.answer(fleet.url(), "next"), "the next gateway");
+    fleet.until_at_rest();
+}
