@@ -34,6 +34,7 @@ pub struct GatewayConfig {
     pub gateway: FrontConfig,
     pub engines: Vec<EngineConfig>,
     pub policy: PolicyConfig,
+    pub moves: MovesConfig,
 }
 
 /// `[gateway]`: the front door and its bounds.
@@ -173,6 +174,15 @@ pub struct PolicyConfig {
     pub index_snapshot: Option<PathBuf>,
     /// Weights of the terms of `price`; all 1. Zero switches a term off.
     pub weights: PriceWeights,
+}
+
+/// `[moves]`: running requests that change their replica.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct MovesConfig {
+    /// Move requests where that is worth more than it costs: to balance memory, to make room for long ones, to be fair. Default true. Without
+    /// it they still move where an operator orders it, where a replica drains, and where one is lost.
+    pub enabled: bool,
 }
 
 /// `[[policy.classes]]`.
@@ -371,6 +381,12 @@ impl Default for PolicyConfig {
     }
 }
 
+impl Default for MovesConfig {
+    fn default() -> Self {
+        Self { enabled: true }
+    }
+}
+
 impl PolicyConfig {
     fn classes(&self) -> Vec<PriorityClass> {
         let class = |class: &ClassConfig| PriorityClass {
@@ -517,6 +533,7 @@ mod tests {
         assert_eq!(config.gateway.body_limit, 2048);
         assert_eq!(config.policy.name, PolicyName::RoundRobin);
         assert_eq!(config.engines[0].kind, EngineKind::Vllm);
+        assert!(config.moves.enabled && !GatewayConfig::from_toml(&format!("{ENGINE}[moves]\nenabled = false\n")).unwrap().moves.enabled);
     }
 
     #[test]
@@ -526,6 +543,7 @@ mod tests {
         assert!(error(&format!("[gateway]\ndrain_timeout = 3\n{ENGINE}")).contains("drain_timeout"));
         assert!(error(&format!("[policy]\nname = \"cheapest\"\n{ENGINE}")).contains("cheapest"));
         assert!(error("[gateway]\n").contains("[[engines]]"));
+        assert!(error(&format!("{ENGINE}[moves]\nenable = true\n")).contains("enable"));
         assert!(error("[[engines]]\nurl = \"https://a\"\nkind = \"vllm\"\n").contains("https"));
         assert!(error(&format!("[gateway]\nconnections = 0\n{ENGINE}")).contains("gateway.connections"));
         let too_little = error(&format!("[gateway]\ntext_cache_bytes = \"1KiB\"\n{ENGINE}"));

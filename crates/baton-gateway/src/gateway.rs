@@ -16,7 +16,7 @@ use tokio::{
 
 use crate::{
     admin, api,
-    config::{ConfigError, EngineConfig, GatewayConfig},
+    config::{ConfigError, EngineConfig, GatewayConfig, MovesConfig},
     control::{self, TaskGuard},
     engine::{BaseUrl, Health},
     fleet::{Fleet, Stage},
@@ -41,6 +41,7 @@ pub enum GatewayError {
 #[derive(Clone, Debug)]
 pub struct Gateway {
     shared: Arc<Shared>,
+    moves: MovesConfig,
 }
 
 #[derive(Debug)]
@@ -75,7 +76,7 @@ impl Gateway {
             admin_address: OnceLock::new(),
             watchers: Mutex::default(),
         };
-        let gateway = Self { shared: Arc::new(shared) };
+        let gateway = Self { shared: Arc::new(shared), moves: config.moves };
         gateway.set_engines(config.engines);
         Ok(gateway)
     }
@@ -148,7 +149,8 @@ impl Gateway {
         let fleet = shared.fleet.clone();
         let desk = TaskGuard::spawn(async move { fleet.keep_desk().await });
         let fleet = shared.fleet.clone();
-        let balance = TaskGuard::spawn(async move { fleet.keep_balance().await });
+        let moves = self.moves.clone();
+        let balance = TaskGuard::spawn(async move { fleet.keep_balance(&moves).await });
         let keeper = TaskGuard::spawn(snapshot::keep(shared.fleet.clone()));
         let draining = async {
             self.drain_after(shutdown).await;

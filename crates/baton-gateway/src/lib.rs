@@ -40,7 +40,7 @@ mod turns;
 mod upstream;
 mod words;
 
-pub use config::{ConfigError, EngineConfig, EngineKind, FrontConfig, GatewayConfig, PolicyConfig};
+pub use config::{ConfigError, EngineConfig, EngineKind, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig};
 pub use engine::{BaseUrl, UrlError};
 pub use gateway::{Gateway, GatewayError, serve};
 pub use reserved::{RESERVED, Reserved, Rule};

@@ -68,5 +68,6 @@ mod tests {
         let default = GatewayConfig::default();
         assert_eq!(format!("{:?}", config.gateway), format!("{:?}", default.gateway));
         assert_eq!(format!("{:?}", config.policy), format!("{:?}", default.policy));
+        assert_eq!(config.moves, default.moves);
     }
 }

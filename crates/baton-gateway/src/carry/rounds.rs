@@ -13,7 +13,7 @@ use tokio::sync::oneshot;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::{Desk, MoveOutcome, MoveRecord, NotMovable, link_fit::LinkFit};
-use crate::fleet::Fleet;
+use crate::{config::MovesConfig, fleet::Fleet};
 
 /// Between looks at the fleet, as in Llumnix.
 const EVERY: Duration = Duration::from_millis(50);
@@ -58,17 +58,17 @@ impl Rounds {
 
 impl Fleet {
     /// Looks after the fleet for as long as the gateway runs.
-    pub(crate) async fn keep_balance(&self) {
+    pub(crate) async fn keep_balance(&self, config: &MovesConfig) {
         let mut ticks = tokio::time::interval(EVERY);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
-            self.balance();
+            self.balance(config);
             self.note_drained();
         }
     }
 
-    fn balance(&self) {
+    fn balance(&self, config: &MovesConfig) {
         let now = self.clock.now();
         let facts = self.facts(now);
         if facts.replicas.len() < 2 {
@@ -82,6 +82,10 @@ impl Fleet {
                 continue;
             }
             let request = decided.request;
+            if !config.enabled && !matches!(decided.reason, MoveReason::Drain { .. }) {
+                self.rounds().settled(request);
+                continue;
+            }
             if let Err(error) = self.with_desk(|desk, now| desk.depart(decided, None, now)) {
                 tracing::debug!(%request, %error, "a move was not begun");
                 self.rounds().settled(request);
