@@ -8,4 +8,5 @@ mod common;
 mod client;
 mod faults;
 mod fleet;
+mod room;
 mod streams;
