@@ -6,6 +6,7 @@
 mod common;
 
 mod client;
+mod drain;
 mod faults;
 mod fleet;
 mod room;
