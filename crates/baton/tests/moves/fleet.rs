@@ -1,16 +1,22 @@
 //! A gateway in front of replicas whose processes the test holds.
 
-use std::{fs, path::PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use serde_json::{Value, json};
 
 use crate::common::{Server, baton, until};
 
 /// What each replica of a fleet is.
+#[derive(Clone)]
 pub(crate) struct Make {
     engine: Vec<String>,
     tokenizer: String,
-    /// More of the gateway's configuration.
+    /// More of the gateway's configuration: of its front, and tables.
+    front: String,
     config: String,
 }
 
@@ -34,12 +40,17 @@ impl Make {
     pub(crate) fn cpu() -> Self {
         let weights = baton_testkit::smollm2().to_str().unwrap().to_owned();
         let engine = ["--engine", "cpu", "--model", &weights, "--blocks", "192"].map(str::to_owned).to_vec();
-        Self { engine, tokenizer: weights, config: String::new() }
+        Self { engine, tokenizer: weights, front: String::new(), config: String::new() }
     }
 
     /// Emulated ones, whose every token depends on all KV before it and whose answers have no end of their own.
     pub(crate) fn timed() -> Self {
-        Self { engine: ["--engine", "timed"].map(str::to_owned).to_vec(), tokenizer: "bytes4".to_owned(), config: String::new() }
+        Self {
+            engine: ["--engine", "timed"].map(str::to_owned).to_vec(),
+            tokenizer: "bytes4".to_owned(),
+            front: String::new(),
+            config: String::new(),
+        }
     }
 
     /// Adds to the gateway's configuration.
@@ -53,10 +64,22 @@ impl Make {
         self
     }
 
+    /// With a fleet key.
+    pub(crate) fn keyed(mut self, file: &Path) -> Self {
+        self.front += &format!("fleet_key_file = \"{}\"\n", file.display());
+        self
+    }
+
     pub(crate) fn replica(&self, name: &str, environment: &[(&str, &str)]) -> Server {
         let mut command = baton();
-        command.args(["replica", "--id", name, "--port", "0", "--migration-port", "0"]).args(&self.engine);
-        Server::spawn(quiet(&mut command).envs(environment.iter().copied()))
+        command.envs(environment.iter().copied());
+        self.spawn(command, name, &[])
+    }
+
+    /// By a command that ends in the executable.
+    pub(crate) fn spawn(&self, mut command: Command, name: &str, args: &[&str]) -> Server {
+        command.args(["replica", "--id", name, "--port", "0", "--migration-port", "0"]).args(&self.engine).args(args);
+        Server::spawn(quiet(&mut command))
     }
 
     pub(crate) fn fleet(&self, replicas: usize) -> Fleet {
@@ -65,7 +88,7 @@ impl Make {
 }
 
 /// Suspicions and forced moves are what is tested, and no news.
-fn quiet(command: &mut std::process::Command) -> &mut std::process::Command {
+fn quiet(command: &mut Command) -> &mut Command {
     command.env("BATON_LOG", std::env::var("BATON_LOG").unwrap_or_else(|_| "error".to_owned()))
 }
 
@@ -81,9 +104,9 @@ impl Fleet {
         fleet
     }
 
-    fn gateway(make: &Make, replicas: &[Server], folder: &std::path::Path) -> Server {
+    fn gateway(make: &Make, replicas: &[Server], folder: &Path) -> Server {
         let engine = |replica: &Server| format!("[[engines]]\nurl = \"{}\"\nkind = \"baton\"\n", replica.url);
-        let config = ["[gateway]\nbind = \"127.0.0.1:0\"\n".to_owned(), replicas.iter().map(engine).collect(), make.config.clone()];
+        let config = ["[gateway]\nbind = \"127.0.0.1:0\"\n", &make.front, &replicas.iter().map(engine).collect::<String>(), &make.config];
         let path = folder.join("baton.toml");
         fs::write(&path, config.concat()).unwrap();
         let mut command = baton();

@@ -9,5 +9,6 @@ mod client;
 mod drain;
 mod faults;
 mod fleet;
+mod partition;
 mod room;
 mod streams;
