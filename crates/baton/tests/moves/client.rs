@@ -87,9 +87,7 @@ impl Ask {
 
     /// The whole answer.
     pub(crate) fn answer(&self, url: &str, request_id: &str) -> Answer {
-        let mut reading = self.send(url, request_id);
-        while reading.next() {}
-        reading.answer
+        self.send(url, request_id).read_to_end()
     }
 }
 
@@ -182,6 +180,18 @@ impl Reading {
             }
         }
         false
+    }
+
+    /// Goes on until there are so many output tokens.
+    pub(crate) fn read_until(&mut self, tokens: usize) {
+        while self.answer.tokens() < tokens {
+            assert!(self.next(), "{:?}", self.answer);
+        }
+    }
+
+    pub(crate) fn read_to_end(mut self) -> Answer {
+        while self.next() {}
+        self.answer
     }
 }
 

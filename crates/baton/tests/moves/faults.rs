@@ -3,15 +3,13 @@
 use crate::{
     client::{Answer, Ask, Reading},
     common::{Handle, Server, signal, wait_for_stop},
-    fleet::{Fleet, Make, Ordered, report, until_empty},
+    fleet::{Fleet, Make, Ordered, SOME, report, until_empty},
 };
 
 /// Whose point it is of the move from r0 to r1.
 const SOURCE: usize = 0;
 const TARGET: usize = 1;
 const REPLICAS: usize = 3;
-/// Output before the move, and after which a request is believed to go on elsewhere.
-const SOME: usize = 20;
 const TOKENS: u32 = 500;
 /// Fleets at once; they wait more than they compute.
 const LANES: usize = 4;
@@ -83,30 +81,11 @@ fn both_sides() -> Vec<Faults> {
     pairs.into_iter().map(|(source, target)| vec![(SOURCE, source.0, source.1), (TARGET, target.0, target.1)]).collect()
 }
 
-/// Sends the request, and has it run at r0 with some output.
-fn begun_at_source(fleet: &Fleet, ask: &Ask, request_id: &str) -> Reading {
-    let mut reading = ask.send(fleet.url(), request_id);
-    while reading.answer.tokens() < SOME {
-        assert!(reading.next());
-    }
-    if fleet.request(request_id).unwrap()["replica"] != format!("r{SOURCE}") {
-        assert!(matches!(fleet.migrate(request_id, SOURCE), Ordered::Moved));
-    }
-    reading
-}
-
-fn read_to_end(mut reading: Reading) -> Answer {
-    while reading.next() {}
-    reading.answer
-}
-
 /// Waits for more output than what was on its way, which is of who goes on with the request.
 fn read_from_elsewhere(fleet: &Fleet, request_id: &str, reading: &mut Reading) {
     let row = fleet.request(request_id).expect("it has far to go");
     let before = row["output_tokens"].as_u64().unwrap() as usize;
-    while reading.answer.tokens() < before + SOME {
-        assert!(reading.next(), "{:?}", reading.answer);
-    }
+    reading.read_until(before + SOME);
 }
 
 /// Moves a request whose source or target, or both, fail on the way: its client must not notice, and nothing may be left anywhere.
@@ -118,7 +97,7 @@ fn outlives(faults: &Faults) {
     };
     let mut fleet = Fleet::of(&make, (0..REPLICAS).map(replica).collect());
     let (ask, id) = (ask(), "moved");
-    let mut reading = begun_at_source(&fleet, &ask, id);
+    let mut reading = fleet.begin_at(SOURCE, &ask, id);
     let answer = std::thread::scope(|scope| {
         scope.spawn(|| fleet.migrate(id, TARGET));
         for (who, _, fault) in faults {
@@ -128,7 +107,7 @@ fn outlives(faults: &Faults) {
         for (who, ..) in faults.iter().filter(|(.., fault)| *fault == Fault::Stop) {
             signal(fleet.replicas[*who].pid(), libc::SIGCONT);
         }
-        read_to_end(reading)
+        reading.read_to_end()
     });
     let killed = |index: usize| faults.iter().any(|(who, _, fault)| *who == index && *fault == Fault::Kill);
     fleet.keep(|index| !killed(index));
@@ -171,7 +150,7 @@ fn a_stream_outlives_the_replica_that_it_came_to() {
         let make = timed();
         let mut fleet = make.fleet(REPLICAS);
         let (ask, id) = (ask(), "moved");
-        let mut reading = begun_at_source(&fleet, &ask, id);
+        let mut reading = fleet.begin_at(SOURCE, &ask, id);
         assert!(matches!(fleet.migrate(id, TARGET), Ordered::Moved));
         signal(fleet.replicas[TARGET].pid(), fault.signal());
         fault.await_at(&fleet.replicas[TARGET]);
@@ -179,7 +158,7 @@ fn a_stream_outlives_the_replica_that_it_came_to() {
         if *fault == Fault::Stop {
             signal(fleet.replicas[TARGET].pid(), libc::SIGCONT);
         }
-        check(&fleet, &ask, &read_to_end(reading), fault.name());
+        check(&fleet, &ask, &reading.read_to_end(), fault.name());
         fleet.keep(|index| index != TARGET || *fault == Fault::Stop);
         fleet.until_at_rest();
     });
@@ -191,7 +170,7 @@ fn a_stream_outlives_two_replicas_in_turn() {
     let make = timed();
     let mut fleet = make.fleet(REPLICAS);
     let (ask, id) = (ask(), "moved");
-    let mut reading = begun_at_source(&fleet, &ask, id);
+    let mut reading = fleet.begin_at(SOURCE, &ask, id);
     let owner = || fleet.request(id).unwrap()["replica"].as_str().unwrap()[1..].parse::<usize>().unwrap();
     let mut dead = Vec::new();
     for _ in 0..REPLICAS - 1 {
@@ -202,7 +181,7 @@ fn a_stream_outlives_two_replicas_in_turn() {
         dead.push(victim);
         assert!(!dead.contains(&owner()));
     }
-    let answer = read_to_end(reading);
+    let answer = reading.read_to_end();
     fleet.keep(|index| !dead.contains(&index));
     check(&fleet, &ask, &answer, "two deaths");
     fleet.until_at_rest();
@@ -216,11 +195,7 @@ fn replicas_free_what_a_killed_gateway_left_and_serve_the_next_one() {
     // Too long to end before the lease does.
     let endless = Ask::chat("go on and on", 6000);
     let mut left: Vec<Reading> = (0..2 * REPLICAS).map(|number| endless.send(fleet.url(), &format!("left-{number}"))).collect();
-    for reading in &mut left {
-        while reading.answer.tokens() < SOME {
-            assert!(reading.next());
-        }
-    }
+    left.iter_mut().for_each(|reading| reading.read_until(SOME));
     assert!(fleet.replicas.iter().all(|replica| report(replica)["running"] != 0), "each has some");
     signal(fleet.gateway.pid(), libc::SIGKILL);
     fleet.gateway.wait();

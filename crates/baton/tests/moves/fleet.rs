@@ -8,7 +8,13 @@ use std::{
 
 use serde_json::{Value, json};
 
-use crate::common::{Server, baton, until};
+use crate::{
+    client::{Ask, Reading},
+    common::{Server, baton, until},
+};
+
+/// Output by which a request is known to run.
+pub(crate) const SOME: usize = 20;
 
 /// What each replica of a fleet is.
 #[derive(Clone)]
@@ -134,6 +140,16 @@ impl Fleet {
 
     pub(crate) fn url(&self) -> &str {
         &self.gateway.url
+    }
+
+    /// Sends the request, and has it run at this replica with [`SOME`] output.
+    pub(crate) fn begin_at(&self, replica: usize, ask: &Ask, request_id: &str) -> Reading {
+        let mut reading = ask.send(self.url(), request_id);
+        reading.read_until(SOME);
+        if self.request(request_id).unwrap()["replica"] != format!("r{replica}") {
+            assert!(matches!(self.migrate(request_id, replica), Ordered::Moved));
+        }
+        reading
     }
 
     /// Orders the request to move.

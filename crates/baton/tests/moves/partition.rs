@@ -7,7 +7,7 @@ use std::{
 };
 
 use crate::{
-    client::{Answer, Ask, Reading},
+    client::{Answer, Ask},
     common::{Server, baton, signal, wait_for_stop},
     fleet::{Fleet, Make, Ordered, until_empty},
 };
@@ -15,7 +15,6 @@ use crate::{
 const SOURCE: usize = 0;
 const TARGET: usize = 1;
 const TOKENS: u32 = 600;
-const SOME: usize = 20;
 
 /// Two replicas, each in a namespace of its own: a link from each to the gateway's namespace, and one between them for KV.
 struct Net {
@@ -99,8 +98,9 @@ impl Net {
 
 impl Drop for Net {
     fn drop(&mut self) {
-        for namespace in &self.namespaces {
-            // Its links go with it.
+        for (index, namespace) in self.namespaces.iter().enumerate() {
+            // A socket that nobody reads any more keeps the namespace for minutes, and with it the link.
+            ip(&["link", "delete", &self.control_link(index)]);
             ip(&["netns", "delete", namespace]);
         }
     }
@@ -118,22 +118,6 @@ fn ask() -> Ask {
     Ask::chat(&"what is told here is long ".repeat(200), TOKENS).sampled(7)
 }
 
-fn begun_at_source(fleet: &Fleet, ask: &Ask, id: &str) -> Reading {
-    let mut reading = ask.send(fleet.url(), id);
-    while reading.answer.tokens() < SOME {
-        assert!(reading.next());
-    }
-    if fleet.request(id).unwrap()["replica"] != format!("r{SOURCE}") {
-        assert!(matches!(fleet.migrate(id, SOURCE), Ordered::Moved));
-    }
-    reading
-}
-
-fn read_to_end(mut reading: Reading) -> Answer {
-    while reading.next() {}
-    reading.answer
-}
-
 fn check(ask: &Ask, replica: &Server, answer: &Answer) {
     assert!(answer.is_whole(), "{answer:?}");
     assert_eq!(*answer, ask.answer(&replica.url, "alone"));
@@ -146,13 +130,13 @@ fn a_request_stays_where_its_copy_is_cut_off() {
     // It stands still between its room and its answer, so that the link is cut while the source copies.
     let fleet = net.fleet(&timed(), &[(TARGET, "target-preparing:stop")]);
     let (ask, id) = (ask(), "cut");
-    let reading = begun_at_source(&fleet, &ask, id);
+    let reading = fleet.begin_at(SOURCE, &ask, id);
     let answer = std::thread::scope(|scope| {
         let moved = scope.spawn(|| fleet.migrate(id, TARGET));
         wait_for_stop(fleet.replicas[TARGET].pid());
         net.within(TARGET, &["link", "set", "kv", "down"]);
         signal(fleet.replicas[TARGET].pid(), libc::SIGCONT);
-        let answer = read_to_end(reading);
+        let answer = reading.read_to_end();
         assert!(matches!(moved.join().unwrap(), Ordered::Stays));
         answer
     });
@@ -167,10 +151,10 @@ fn a_replica_that_its_gateway_cannot_reach_stops_and_frees_what_goes_on_elsewher
     let Some(net) = Net::new(1) else { return };
     let fleet = net.fleet(&timed(), &[]);
     let (ask, id) = (ask(), "cut");
-    let reading = begun_at_source(&fleet, &ask, id);
+    let reading = fleet.begin_at(SOURCE, &ask, id);
     let source = &fleet.replicas[SOURCE];
     assert!(ip(&["link", "set", &net.control_link(SOURCE), "down"]));
-    let answer = read_to_end(reading);
+    let answer = reading.read_to_end();
     check(&ask, &fleet.replicas[TARGET], &answer);
     // Nobody can tell it.
     net.inside(SOURCE, || until_empty(source));

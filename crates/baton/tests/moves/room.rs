@@ -1,7 +1,7 @@
 //! A long request that fits nowhere, in a fleet that has the memory in pieces.
 
 use crate::{
-    client::{Answer, Ask, Reading},
+    client::{Ask, Reading},
     fleet::{Fleet, Make},
 };
 
@@ -18,32 +18,23 @@ fn ask(about: usize, (prompt, output): (usize, u32)) -> Ask {
     Ask::chat(&format!("{about:04}{}", "word".repeat(prompt - 1)), output)
 }
 
-fn read_to_end(mut reading: Reading) -> Answer {
-    while reading.next() {}
-    reading.answer
-}
-
 /// Has the residents begin and then the long one, and gives how many of them ran when that began.
 fn residents_at_first_token(fleet: &Fleet) -> usize {
     let name = |number: usize| format!("resident-{number}");
     let residents = (0..RESIDENTS).map(|number| {
         let mut reading = ask(number, RESIDENT).send(fleet.url(), &name(number));
-        while reading.answer.tokens() == 0 {
-            assert!(reading.next());
-        }
+        reading.read_until(1);
         reading
     });
     let residents: Vec<Reading> = residents.collect();
     let at = |replica: &str| (0..RESIDENTS).filter(|&number| fleet.request(&name(number)).unwrap()["replica"] == replica).count();
     assert_eq!((at("r0"), at("r1")), (RESIDENTS / 2, RESIDENTS / 2));
     std::thread::scope(|scope| {
-        let residents: Vec<_> = residents.into_iter().map(|reading| scope.spawn(|| read_to_end(reading))).collect();
+        let residents: Vec<_> = residents.into_iter().map(|reading| scope.spawn(|| reading.read_to_end())).collect();
         let mut long = ask(RESIDENTS, LONG).send(fleet.url(), "long");
-        while long.answer.tokens() == 0 {
-            assert!(long.next(), "{:?}", long.answer);
-        }
+        long.read_until(1);
         let running = (0..RESIDENTS).filter(|&number| fleet.request(&name(number)).is_some()).count();
-        let (long, tokens) = (read_to_end(long), LONG.1 as usize);
+        let (long, tokens) = (long.read_to_end(), LONG.1 as usize);
         assert!(long.is_whole() && long.tokens() == tokens, "{long:?}");
         for resident in residents {
             let answer = resident.join().unwrap();

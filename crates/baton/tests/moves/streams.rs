@@ -139,14 +139,11 @@ fn a_stop_string_that_ends_across_a_cut_is_found() {
         assert_eq!((choice.finish_reason.as_deref(), choice.token_ids.len()), (Some("stop"), BEFORE + STOP));
         let id = format!("stops-{number}");
         let mut reading = ask.send(fleet.url(), &id);
-        while reading.answer.tokens() < BEFORE {
-            assert!(reading.next());
-        }
+        reading.read_until(BEFORE);
         let at = fleet.request(&id).unwrap()["replica"].clone();
         let to = (0..REPLICAS).find(|index| at != format!("r{index}")).unwrap();
         assert!(matches!(fleet.migrate(&id, to), Ordered::Moved));
-        while reading.next() {}
-        assert_eq!(reading.answer, alone);
+        assert_eq!(reading.read_to_end(), alone);
     }
     fleet.until_at_rest();
 }
