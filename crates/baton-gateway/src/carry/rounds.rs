@@ -46,7 +46,7 @@ impl Rounds {
     /// Takes in what a move showed.
     pub(crate) fn observe(&mut self, record: &MoveRecord, step_s: f64) {
         if let Some(ms) = record.copied_ms.filter(|_| record.outcome == MoveOutcome::Moved) {
-            self.links.entry(record.from).or_insert(LinkFit::prior(step_s)).observe(record.bytes_sent as f64, ms / 1e3);
+            self.links.entry(record.from).or_insert(LinkFit::prior(step_s)).observe(record.bytes_sent as f64, record.rounds, ms / 1e3);
         }
     }
 
