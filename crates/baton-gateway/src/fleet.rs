@@ -74,6 +74,8 @@ pub(crate) struct Fleet {
     desk_timer: Notify,
     desk_timer_at: AtomicU64,
     rounds: parking_lot::Mutex<Rounds>,
+    /// Told when a request has arrived where it moved to.
+    pub(crate) arrived: Notify,
     identity: Identity,
     /// The served model's, where it is known.
     tokenizer: Option<Arc<Tokenizer>>,
@@ -152,6 +154,7 @@ impl Fleet {
             desk_timer: Notify::new(),
             desk_timer_at: AtomicU64::new(u64::MAX),
             rounds: parking_lot::Mutex::default(),
+            arrived: Notify::new(),
             identity: Identity::of_gateway(name, None),
             tokenizer: None,
             requests: Mutex::new(Requests { names_kept: policy.decisions, ..Requests::default() }),
@@ -269,8 +272,12 @@ impl Fleet {
         if earlier {
             self.desk_timer.notify_one();
         }
+        let arrived = effects.iter().any(|effect| matches!(effect, Effect::Arrived { .. }));
         for effect in effects {
             self.follow(effect);
+        }
+        if arrived {
+            self.arrived.notify_one();
         }
         result
     }

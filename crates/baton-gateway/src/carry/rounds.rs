@@ -17,6 +17,8 @@ use crate::{config::MovesConfig, fleet::Fleet};
 
 /// Between looks at the fleet, as in Llumnix.
 const EVERY: Duration = Duration::from_millis(50);
+/// Between the end of a drain's move and the look that begins the next one.
+const AT_ONCE: Duration = Duration::from_micros(1);
 /// Share of its blocks that an engine keeps free when it admits.
 const WATERMARK: f64 = 0.01;
 
@@ -62,7 +64,11 @@ impl Fleet {
         let mut ticks = tokio::time::interval(EVERY);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
-            ticks.tick().await;
+            tokio::select! {
+                _ = ticks.tick() => {}
+                // A drain moves one after the other, and goes on at once.
+                () = self.arrived.notified() => {}
+            }
             self.balance(config);
             self.note_drained();
         }
@@ -114,7 +120,7 @@ impl Fleet {
     pub(crate) fn forecast_drain(&self, replica: ReplicaId) -> Option<DrainForecast> {
         let facts = self.facts(self.clock.now());
         let config = self.rounds().mover.config().clone();
-        drain_forecast(&facts, replica, &config, EVERY)
+        drain_forecast(&facts, replica, &config, AT_ONCE)
     }
 
     /// What it costs that a prefix of so many tokens comes to `to` from `from`; `None` where it cannot travel between them.
