@@ -67,7 +67,8 @@ impl Ask {
     }
 
     pub(crate) fn with(mut self, fields: Value) -> Self {
-        self.body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        let Value::Object(fields) = fields else { panic!("{fields} are no fields") };
+        self.body.as_object_mut().unwrap().extend(fields);
         self
     }
 
@@ -122,14 +123,14 @@ impl Choice {
         let text = [&part["delta"]["content"], &part["message"]["content"], &part["text"]];
         self.text.extend(text.into_iter().filter_map(Value::as_str));
         self.token_ids.extend(part["token_ids"].as_array().into_iter().flatten().map(|id| id.as_u64().unwrap()));
-        match &part["logprobs"] {
-            Value::Null => {}
+        let logprobs = &part["logprobs"];
+        if let Some(entries) = logprobs["content"].as_array() {
             // Chat: an entry for each token.
-            logprobs if logprobs["content"].is_array() => self.logprobs.extend(logprobs["content"].as_array().unwrap().iter().cloned()),
+            self.logprobs.extend(entries.iter().cloned());
+        } else if let Some(tokens) = logprobs["tokens"].as_array() {
             // Completions: a list for each part of an entry.
-            lists => self.logprobs.extend((0..lists["tokens"].as_array().unwrap().len()).map(|index| {
-                json!([lists["tokens"][index], lists["token_logprobs"][index], lists["top_logprobs"][index], lists["text_offset"][index]])
-            })),
+            let lists = ["tokens", "token_logprobs", "top_logprobs", "text_offset"];
+            self.logprobs.extend((0..tokens.len()).map(|index| json!(lists.map(|list| logprobs[list][index].clone()))));
         }
         if let Some(reason) = part["finish_reason"].as_str() {
             let former = self.finish_reason.replace(reason.to_owned());

@@ -195,7 +195,9 @@ fn replicas_free_what_a_killed_gateway_left_and_serve_the_next_one() {
     // Too long to end before the lease does.
     let endless = Ask::chat("go on and on", 6000);
     let mut left: Vec<Reading> = (0..2 * REPLICAS).map(|number| endless.send(fleet.url(), &format!("left-{number}"))).collect();
-    left.iter_mut().for_each(|reading| reading.read_until(SOME));
+    for reading in &mut left {
+        reading.read_until(SOME);
+    }
     assert!(fleet.replicas.iter().all(|replica| report(replica)["running"] != 0), "each has some");
     signal(fleet.gateway.pid(), libc::SIGKILL);
     fleet.gateway.wait();

@@ -42,7 +42,7 @@ pub(crate) enum Ordered {
 }
 
 impl Make {
-    /// SmolLM2 on the CPU.
+    /// A small real model on the CPU.
     pub(crate) fn cpu() -> Self {
         let weights = baton_testkit::smollm2().to_str().unwrap().to_owned();
         let engine = ["--engine", "cpu", "--model", &weights, "--blocks", "192"].map(str::to_owned).to_vec();
@@ -72,7 +72,7 @@ impl Make {
 
     /// With a fleet key.
     pub(crate) fn keyed(mut self, file: &Path) -> Self {
-        self.front += &format!("fleet_key_file = \"{}\"\n", file.display());
+        self.front = format!("fleet_key_file = \"{}\"\n", file.display());
         self
     }
 
@@ -212,8 +212,8 @@ pub(crate) fn report(replica: &Server) -> Value {
 }
 
 /// The sum of a counter's series on the replica's metrics page.
-pub(crate) fn counter(replica: &Server, name: &str) -> f64 {
+pub(crate) fn counter(replica: &Server, name: &str) -> u64 {
     let (_, page) = replica.get("/metrics");
     let values = page.lines().filter(|line| line.starts_with(&format!("{name}{{"))).map(|line| line.rsplit(' ').next().unwrap());
-    values.map(|value| value.parse::<f64>().unwrap()).sum()
+    values.map(|value| value.parse::<f64>().unwrap() as u64).sum()
 }

@@ -112,8 +112,8 @@ fn a_hundred_random_moves_change_no_byte_of_any_answer() {
     fleet.until_at_rest();
     assert!(moved.iter().all(|moves| moves.load(Ordering::Relaxed) > 0), "each kind moved: {moved:?}");
     // *One owner*: no token of the answers was computed twice.
-    let generated: f64 = fleet.replicas.iter().map(|replica| counter(replica, "vllm:generation_tokens_total")).sum();
-    assert_eq!(generated, computed.into_inner() as f64);
+    let generated: u64 = fleet.replicas.iter().map(|replica| counter(replica, "vllm:generation_tokens_total")).sum();
+    assert_eq!(generated, computed.into_inner() as u64);
 }
 
 /// A stop string of which the client has nothing yet when the move is ordered, and that ends behind the cut.
