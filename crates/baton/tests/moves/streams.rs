@@ -114,6 +114,8 @@ fn a_hundred_random_moves_change_no_byte_of_any_answer() {
     // *One owner*: no token of the answers was computed twice.
     let generated: u64 = fleet.replicas.iter().map(|replica| counter(replica, "vllm:generation_tokens_total")).sum();
     assert_eq!(generated, computed.into_inner() as u64);
+    let text = emoji(&fleet, 7).answer(&fleet.replicas[0].url, "emoji").choices[&0].text.clone();
+    assert!(text.chars().filter(|char| char.len_utf8() == 4).count() > 8, "characters of several tokens: {text}");
 }
 
 /// A stop string of which the client has nothing yet when the move is ordered, and that ends behind the cut.
