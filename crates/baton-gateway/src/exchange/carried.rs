@@ -86,8 +86,10 @@ impl Exchange {
     fn carrier(&self, engine: &Engine) -> Option<(Arc<baton_openai::Service>, String)> {
         let admitted = &self.admitted;
         let one_prompt = admitted.exact && admitted.intake.prompt.count() == 1;
-        let adapter = engine.model(&admitted.live.model).is_some_and(|card| card.parent.is_some());
-        if engine.config.kind != EngineKind::Baton || !one_prompt || adapter {
+        if engine.config.kind != EngineKind::Baton || !one_prompt {
+            return None;
+        }
+        if engine.model(&admitted.live.model).is_some_and(|card| card.parent.is_some()) {
             return None;
         }
         let service = self.fleet.service(engine)?;
