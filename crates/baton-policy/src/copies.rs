@@ -27,7 +27,11 @@ impl Rents {
     }
 
     fn forget_least(&mut self, now: Time) {
-        let mut left: Vec<f64> = self.paid.values().map(|(paid, at)| decayed(*paid, *at, now)).collect();
+        let mut left = Vec::with_capacity(self.paid.len());
+        self.paid.retain(|_, (paid, at)| {
+            left.push(decayed(*paid, *at, now));
+            true
+        });
         let middle = left.len() / 2;
         let least = *left.select_nth_unstable_by(middle, f64::total_cmp).1;
         self.paid.retain(|_, (paid, at)| decayed(*paid, *at, now) > least);
