@@ -300,7 +300,9 @@ impl Pair {
             "a neighbour's step while a request of {context} tokens is copied ({rounds} moves), against the steps just before (aim: 1.05):"
         );
         println!("  at the source {}\n  at the target {}", source.compared(), target.compared());
-        println!("  pacing: KV is copied between two steps, 2 MiB or 4 % of the step if that is more; checksums and sockets are other threads' work");
+        println!(
+            "  pacing: KV is copied between two steps, 2 MiB or 4 % of the step if that is more; checksums and sockets are other threads' work"
+        );
         Ok(())
     }
 }
