@@ -3,7 +3,6 @@
 use std::{
     collections::{BTreeMap, HashMap},
     sync::Arc,
-    time::SystemTime,
 };
 
 use baton_cost::MoveWay;
@@ -403,24 +402,16 @@ impl Desk {
         let mut nonce = [0; 16];
         getrandom::fill(&mut nonce).expect("the system has random numbers");
         let record = MoveRecord {
-            at: SystemTime::now(),
-            request: sequence.request,
-            choice: sequence.choice,
-            from: decided.from,
-            to: decided.to,
-            kind: decided.reason.name(),
-            reason: decided.to_string(),
             outcome: if decided.way == MoveWay::Kv { MoveOutcome::Stayed } else { MoveOutcome::Continued },
-            why: None,
-            tokens,
-            bytes_sent: 0,
-            blocks_already_held: 0,
-            rounds: 0,
-            copied_ms: None,
-            compute_gap_ms: None,
-            gap_ms: None,
-            took_ms: 0.0,
             expected_ms: decided.price.kv.as_ref().map(|way| way.total_s * 1e3),
+            ..MoveRecord::begun(
+                sequence.request,
+                sequence.choice,
+                (decided.from, decided.to),
+                decided.reason.name(),
+                decided.to_string(),
+                tokens,
+            )
         };
         let anew = decided.way != MoveWay::Kv;
         let last_before = sequence.last_entry_at.filter(|_| anew);
@@ -529,26 +520,8 @@ impl Desk {
         sequence.lost_by = Some(owner);
         let request = sequence.request;
         let why = why.unwrap_or_else(|| "its replica is lost".to_owned());
-        let record = MoveRecord {
-            at: SystemTime::now(),
-            request,
-            choice: sequence.choice,
-            from: replica.unwrap_or(ReplicaId(u32::MAX)),
-            to: replica.unwrap_or(ReplicaId(u32::MAX)),
-            kind: "forced",
-            reason: format!("forced: {why}"),
-            outcome: MoveOutcome::Continued,
-            why: None,
-            tokens,
-            bytes_sent: 0,
-            blocks_already_held: 0,
-            rounds: 0,
-            copied_ms: None,
-            compute_gap_ms: None,
-            gap_ms: None,
-            took_ms: 0.0,
-            expected_ms: None,
-        };
+        let from = replica.unwrap_or(ReplicaId(u32::MAX));
+        let record = MoveRecord::begun(request, sequence.choice, (from, from), "forced", format!("forced: {why}"), tokens);
         let last_before = sequence.last_entry_at;
         let forced = Moving { record, nonce: [0; 16], since: now, last_before, committed: true };
         let former = sequence.moving.replace(forced);

@@ -68,6 +68,39 @@ pub(crate) struct MoveRecord {
     pub(crate) expected_ms: Option<f64>,
 }
 
+impl MoveRecord {
+    /// Of a move that begins now, of which nothing came yet; one that nobody decided goes on from its tokens.
+    pub(super) fn begun(
+        request: RequestId,
+        choice: u32,
+        (from, to): (ReplicaId, ReplicaId),
+        kind: &'static str,
+        reason: String,
+        tokens: Tokens,
+    ) -> Self {
+        Self {
+            at: SystemTime::now(),
+            request,
+            choice,
+            from,
+            to,
+            kind,
+            reason,
+            outcome: MoveOutcome::Continued,
+            why: None,
+            tokens,
+            bytes_sent: 0,
+            blocks_already_held: 0,
+            rounds: 0,
+            copied_ms: None,
+            compute_gap_ms: None,
+            gap_ms: None,
+            took_ms: 0.0,
+            expected_ms: None,
+        }
+    }
+}
+
 /// The latest moves.
 #[derive(Debug)]
 pub(crate) struct MoveLog {
