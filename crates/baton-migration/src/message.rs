@@ -83,7 +83,7 @@ pub enum ToSeat<E> {
     Keep { epoch: Tag, next: u32 },
     /// Move to `target`.
     Move { epoch: Tag, attempt: Tag, target: Place },
-    /// The attempt was not committed, and will not be.
+    /// The attempt, and each one before it, is over: it was not committed, and will not be. Said until it is answered.
     No { epoch: Tag, attempt: Tag },
     /// Go on where you froze for `attempt`, as the owner under `resumed`.
     Resume { epoch: Tag, attempt: Tag, resumed: Tag, next: u32 },
@@ -113,7 +113,7 @@ pub enum ToGateway<E> {
         attempt: Tag,
         frozen: u32,
     },
-    /// Source: the attempt ended before it could be committed.
+    /// Source: the attempt, and each one before it, is over here, and was not committed.
     Aborted {
         epoch: Tag,
         attempt: Tag,

@@ -80,6 +80,7 @@ impl<E: Entry> Ownership<E> {
     /// Drain [`Self::poll`] after each call.
     pub fn handle(&mut self, input: OwnershipInput<E>, now: Time) {
         let mut out = Vec::new();
+        let given_up = self.register.given_up();
         match input {
             OwnershipInput::FromSeat { from, message } => self.register.handle(from, message, &mut out),
             OwnershipInput::Holds { from, phase, tag } => self.register.holds(from, phase, tag, &mut out),
@@ -115,6 +116,10 @@ impl<E: Entry> Ownership<E> {
                     out.extend(self.register.unanswered());
                 }
             }
+        }
+        if self.register.given_up() > given_up {
+            // A source that copies into nothing is not left to what a long attempt has made of the span between two repetitions.
+            self.repeat.reset(true, &self.timing, now);
         }
         self.after(out, now);
     }

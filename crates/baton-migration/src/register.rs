@@ -26,6 +26,8 @@ struct Live<E> {
     /// The owner has shown that it runs.
     started: bool,
     attempt: Option<Attempt>,
+    /// The latest attempt of which the owner, under this epoch, was told that it is over and has not said that it knows.
+    given_up: Option<Tag>,
     closed: Vec<Closed>,
     delivered: Vec<E>,
 }
@@ -75,7 +77,16 @@ impl<E: Entry> Register<E> {
     /// A new request, sent to `owner`.
     pub fn new(owner: Place, out: &mut Vec<RegisterOutput<E>>) -> Self {
         let mut register = Self { live: None, counter: Tag(1), stops: BTreeMap::new(), places: BTreeSet::from([owner]) };
-        let live = Live { owner, epoch: Tag(1), resumed: None, started: false, attempt: None, closed: Vec::new(), delivered: Vec::new() };
+        let live = Live {
+            owner,
+            epoch: Tag(1),
+            resumed: None,
+            started: false,
+            attempt: None,
+            given_up: None,
+            closed: Vec::new(),
+            delivered: Vec::new(),
+        };
         out.push(live.start());
         register.live = Some(live);
         register
@@ -103,6 +114,11 @@ impl<E: Entry> Register<E> {
         self.live.as_ref()?.attempt.map(|attempt| (attempt.tag, attempt.target))
     }
 
+    /// The latest attempt that was given up and of which the owner has not said that it knows.
+    pub fn given_up(&self) -> Option<Tag> {
+        self.live.as_ref()?.given_up
+    }
+
     /// What the client has; nothing once the request has ended.
     pub fn delivered(&self) -> &[E] {
         self.live.as_ref().map_or(&[], |live| &live.delivered)
@@ -125,8 +141,11 @@ impl<E: Entry> Register<E> {
             ToGateway::CommitTarget { epoch, attempt, frozen } => self.commit_target(from, epoch, attempt, frozen, out),
             ToGateway::CommitSource { epoch, attempt, frozen } => self.commit_source(from, epoch, attempt, frozen, out),
             ToGateway::Aborted { epoch, attempt } => {
-                if live.owner == from && live.epoch == epoch && live.attempt.is_some_and(|open| open.tag == attempt) {
-                    self.close_attempt(out);
+                if live.owner == from && live.epoch == epoch {
+                    live.given_up = live.given_up.filter(|given_up| *given_up > attempt);
+                    if live.attempt.is_some_and(|open| open.tag == attempt) {
+                        self.close_attempt(out);
+                    }
                 }
             }
             ToGateway::Withdraw { attempt } => {
@@ -165,12 +184,13 @@ impl<E: Entry> Register<E> {
     }
 
     /// Gives the open attempt up. Its target lets go of what it has prepared; its source goes on at once, and need not find out by itself that
-    /// a target is silent.
+    /// a target is silent. It is told until it has answered.
     pub fn give_up(&mut self, out: &mut Vec<RegisterOutput<E>>) {
-        if let Some(live) = &self.live
-            && let Some(Attempt { tag: attempt, .. }) = live.attempt
+        if let Some(live) = &mut self.live
+            && let Some(Attempt { tag, .. }) = live.attempt
         {
-            out.push(RegisterOutput::ToSeat { to: live.owner, message: ToSeat::No { epoch: live.epoch, attempt } });
+            live.given_up = Some(tag);
+            out.extend(live.no());
         }
         self.close_attempt(out);
     }
@@ -192,6 +212,7 @@ impl<E: Entry> Register<E> {
         live.epoch = self.counter;
         live.resumed = None;
         live.started = false;
+        live.given_up = None;
         live.closed.clear();
         let ended = live.attempt.take();
         out.extend(ended.map(|attempt| RegisterOutput::AttemptEnded { attempt: attempt.tag }));
@@ -264,7 +285,7 @@ impl<E: Entry> Register<E> {
 
     /// Whether [`Self::unanswered`] has something.
     pub fn is_waiting(&self) -> bool {
-        !self.stops.is_empty() || self.live.as_ref().is_some_and(|live| !live.started || live.attempt.is_some())
+        !self.stops.is_empty() || self.live.as_ref().is_some_and(Live::is_waiting)
     }
 
     /// What the other side may have missed: the same again does no harm.
@@ -273,7 +294,8 @@ impl<E: Entry> Register<E> {
         let live = self.live.as_ref();
         let start = live.filter(|live| !live.started).map(Live::start);
         let moves = live.and_then(Live::move_message);
-        stops.chain(start).chain(moves).collect()
+        let no = live.and_then(Live::no);
+        stops.chain(start).chain(no).chain(moves).collect()
     }
 
     fn output(&mut self, from: Place, epoch: Tag, index: u32, entry: E, out: &mut Vec<RegisterOutput<E>>) {
@@ -312,6 +334,7 @@ impl<E: Entry> Register<E> {
                 live.epoch = attempt;
                 live.resumed = None;
                 live.started = false;
+                live.given_up = None;
                 out.push(RegisterOutput::Committed { attempt, from, to: open.target });
                 out.push(live.start());
             }
@@ -327,6 +350,7 @@ impl<E: Entry> Register<E> {
             self.counter = self.counter.next();
             live.epoch = self.counter;
             live.resumed = Some((epoch, attempt));
+            live.given_up = None;
             out.push(live.resume_message().expect("it was resumed"));
             self.close_attempt(out);
         } else if live.owner == from && live.resumed == Some((epoch, attempt)) {
@@ -364,6 +388,14 @@ impl<E: Entry> Live<E> {
     fn move_message(&self) -> Option<RegisterOutput<E>> {
         let Attempt { tag: attempt, target } = self.attempt?;
         Some(RegisterOutput::ToSeat { to: self.owner, message: ToSeat::Move { epoch: self.epoch, attempt, target } })
+    }
+
+    fn no(&self) -> Option<RegisterOutput<E>> {
+        self.given_up.map(|attempt| RegisterOutput::ToSeat { to: self.owner, message: ToSeat::No { epoch: self.epoch, attempt } })
+    }
+
+    fn is_waiting(&self) -> bool {
+        !self.started || self.attempt.is_some() || self.given_up.is_some()
     }
 
     fn resume_message(&self) -> Option<RegisterOutput<E>> {

@@ -93,13 +93,7 @@ impl<E: Entry> Seat<E> {
             ToSeat::Start { epoch, delivered } => self.start(epoch, delivered, out),
             ToSeat::Keep { epoch, next } => self.keep(epoch, next, out),
             ToSeat::Move { epoch, attempt, target } => self.begin_move(epoch, attempt, target, out),
-            ToSeat::No { epoch, attempt } => {
-                if self.is_at(Phase::Asking, epoch, attempt) {
-                    self.reclaim(out);
-                } else if self.is_at(Phase::Copying, epoch, attempt) || self.is_at(Phase::Frozen, epoch, attempt) {
-                    self.abort(out);
-                }
-            }
+            ToSeat::No { epoch, attempt } => self.no(epoch, attempt, out),
             ToSeat::Resume { epoch, attempt, resumed, next } => self.resume(epoch, attempt, resumed, next, out),
             ToSeat::Stop { upto } => self.stop(upto, out),
             ToSeat::Ack { epoch, next } => {
@@ -320,6 +314,26 @@ impl<E: Entry> Seat<E> {
         holding.peer = Some(target);
         out.push(SeatOutput::ToPeer { to: target, message: ToPeer::Prepare { attempt } });
         out.push(SeatOutput::Work(Work::Copy { attempt, target }));
+    }
+
+    /// The attempt is over, and so is every one before it. It is answered whatever is left of them here: the gateway says it until it is.
+    fn no(&mut self, epoch: Tag, attempt: Tag, out: &mut Vec<SeatOutput<E>>) {
+        let Some(holding) = self.holding.as_ref().filter(|holding| holding.tag == epoch && !holding.phase.is_arriving()) else { return };
+        if holding.attempt <= attempt {
+            match holding.phase {
+                Phase::Asking => return self.reclaim(out),
+                Phase::Reclaiming => return out.push(SeatOutput::ToGateway(holding.commit_source())),
+                Phase::Copying | Phase::Frozen => self.abort(out),
+                Phase::Running | Phase::Preparing | Phase::Prepared | Phase::Withdrawing => {}
+            }
+        }
+        let holding = self.holding.as_mut().expect("it was just seen");
+        // A message to move for it may be under way still.
+        holding.attempt = holding.attempt.max(attempt);
+        let answer = SeatOutput::ToGateway(ToGateway::Aborted { epoch, attempt });
+        if out.last() != Some(&answer) {
+            out.push(answer);
+        }
     }
 
     fn resume(&mut self, epoch: Tag, attempt: Tag, resumed: Tag, next: u32, out: &mut Vec<SeatOutput<E>>) {

@@ -448,14 +448,39 @@ mod tests {
                 seats.handle(SeatsInput::Frozen { request: REQUEST }, seconds(1));
             }
             assert_eq!(seats.seat(REQUEST).unwrap().is_computing(), !frozen);
-            seats.handle(told(ToSeat::No { epoch, attempt: Tag(3) }), seconds(1));
-            assert_ne!(seats.seat(REQUEST).unwrap().holding().unwrap().phase, Phase::Running, "another attempt");
             outputs(&mut seats);
+            let aborted = |attempt| SeatsOutput::ToGateway { request: REQUEST, message: ToGateway::Aborted { epoch, attempt } };
+            seats.handle(told(ToSeat::No { epoch, attempt: Tag(1) }), seconds(1));
+            assert_ne!(seats.seat(REQUEST).unwrap().holding().unwrap().phase, Phase::Running, "an older attempt");
+            assert_eq!(outputs(&mut seats), [aborted(Tag(1))], "it is over, as is said");
             seats.handle(told(ToSeat::No { epoch, attempt }), seconds(1));
             assert!(seats.seat(REQUEST).unwrap().is_computing());
-            let aborted = SeatsOutput::ToGateway { request: REQUEST, message: ToGateway::Aborted { epoch, attempt } };
-            assert!(outputs(&mut seats).contains(&aborted));
+            assert!(outputs(&mut seats).contains(&aborted(attempt)));
+            seats.handle(told(ToSeat::No { epoch, attempt }), seconds(1));
+            assert_eq!(outputs(&mut seats), [aborted(attempt)], "its answer may have been lost");
         }
+    }
+
+    #[test]
+    fn a_source_that_hears_no_before_it_hears_of_the_move_answers_and_does_not_move() {
+        let target = Place { replica: ReplicaId(1), incarnation: Incarnation(1) };
+        let (epoch, attempt) = (Tag(1), Tag(2));
+        let mut seats = seats();
+        start_at(&mut seats, seconds(1));
+        outputs(&mut seats);
+        let told = |message| SeatsInput::FromGateway { request: REQUEST, message };
+        seats.handle(told(ToSeat::No { epoch, attempt }), seconds(1));
+        let aborted = |attempt| SeatsOutput::ToGateway { request: REQUEST, message: ToGateway::Aborted { epoch, attempt } };
+        assert_eq!(outputs(&mut seats), [aborted(attempt)]);
+        seats.handle(told(ToSeat::Move { epoch, attempt, target }), seconds(1));
+        assert_eq!(outputs(&mut seats), []);
+        // A later one ends earlier ones, of which it may not have heard.
+        seats.handle(told(ToSeat::Move { epoch, attempt: Tag(3), target }), seconds(1));
+        outputs(&mut seats);
+        seats.handle(told(ToSeat::No { epoch, attempt: Tag(4) }), seconds(1));
+        assert!(seats.seat(REQUEST).unwrap().is_computing());
+        let told: Vec<_> = outputs(&mut seats).into_iter().filter(|output| matches!(output, SeatsOutput::ToGateway { .. })).collect();
+        assert_eq!(told, [aborted(Tag(3)), aborted(Tag(4))]);
     }
 
     #[test]

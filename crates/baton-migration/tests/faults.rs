@@ -2,7 +2,8 @@
 //! are cut off, a gateway that dies, clients that leave, copies that fail, and moves at any moment.
 //!
 //! Each schedule checks that its clients got each entry once, in order, computed from the ones before it; that at most one replica computes
-//! under the current epoch; that every stream whose gateway lives ends; and that in the end no replica holds anything.
+//! under the current epoch; that every stream whose gateway lives ends; and that in the end no replica holds anything. Schedules of their
+//! own check that no source stays in an attempt that its gateway gave up, however often it is told in vain.
 //!
 //! `BATON_SCHEDULES=1000000` runs more of them; `BATON_SEED=7` one, with all that happens in it.
 
@@ -23,6 +24,12 @@ use baton_migration::{
 use baton_units::{Incarnation, ReplicaId, Time};
 
 const SCHEDULES: u64 = 100_000;
+/// Of those in which sources are told in vain that their attempts are over.
+const DEAF_SCHEDULES: u64 = 2_000;
+/// As often in vain, at most.
+const IN_VAIN_MAX: u32 = 3;
+/// A source knows by then, whatever was lost: three repetitions, a delay, and two looks.
+const KNOWS_WITHIN: Duration = Duration::from_millis(20 + 40 + 80 + 4 + 2 * 20);
 const REPLICAS: usize = 3;
 const STEP: Duration = Duration::from_millis(20);
 /// Faults begin before this.
@@ -97,6 +104,8 @@ enum Event {
     /// The gateway's connection to a replica is there again.
     Attach(usize),
     Move,
+    /// The gateway gives up what is under way.
+    Stay,
     Crash(usize),
     /// SIGSTOP, and SIGCONT after a while.
     Halt(usize, Duration),
@@ -141,13 +150,37 @@ struct World {
     commits: u64,
     forced: u64,
     tells: bool,
+    /// So many of the messages that tell a source of the end of an attempt are lost.
+    in_vain: u32,
+    /// How many were, by request and attempt.
+    lost_noes: BTreeMap<(u64, Tag), u32>,
+    /// Sources in attempts that are over, what they and the gateway have come to, and since when.
+    abandoned: BTreeMap<(usize, RequestName), (Tag, Option<Tag>, Time)>,
+    told_in_vain: u64,
 }
 
 impl World {
+    /// No fault but that no replica reaches another, that the gateway gives attempts up, and that it says so in vain at first.
+    fn deaf(seed: u64) -> Self {
+        let mut world = Self { in_vain: 1 + (seed % u64::from(IN_VAIN_MAX)) as u32, ..Self::with(seed, false, true) };
+        for one in 0..REPLICAS {
+            world.cut.extend((0..one).map(|other| (one, other, Time::NEVER)));
+        }
+        for _ in 0..20 {
+            let (moves, stays) = (world.within(FAULTS_UNTIL), world.within(FAULTS_UNTIL));
+            world.at(moves, Event::Move);
+            world.at(stays, Event::Stay);
+        }
+        world
+    }
+
     fn new(seed: u64, tells: bool) -> Self {
-        let mut rng = fastrand::Rng::with_seed(seed);
         // Some schedules have no fault at all but moves: in those more must hold.
-        let faultless = rng.u8(..8) == 0;
+        Self::with(seed, tells, fastrand::Rng::with_seed(!seed).u8(..8) == 0)
+    }
+
+    fn with(seed: u64, tells: bool, faultless: bool) -> Self {
+        let mut rng = fastrand::Rng::with_seed(seed);
         let loss = if faultless || rng.bool() { 0.0 } else { rng.f64() * 0.3 };
         let gateway = GatewayName { id: 1, incarnation: 1 };
         let mut world = Self {
@@ -168,6 +201,10 @@ impl World {
             commits: 0,
             forced: 0,
             tells,
+            in_vain: 0,
+            lost_noes: BTreeMap::new(),
+            abandoned: BTreeMap::new(),
+            told_in_vain: 0,
         };
         for replica in 0..REPLICAS {
             let place = Place { replica: ReplicaId(replica as u32), incarnation: Incarnation(1) };
@@ -188,6 +225,10 @@ impl World {
         for _ in 0..world.rng.u32(0..10) {
             let at = world.within(FAULTS_UNTIL);
             world.at(at, Event::Move);
+        }
+        for _ in 0..world.rng.u32(0..3) {
+            let at = world.within(FAULTS_UNTIL);
+            world.at(at, Event::Stay);
         }
         if !faultless {
             for _ in 0..world.rng.u32(1..4) {
@@ -306,7 +347,8 @@ impl World {
                     self.step(replica);
                     self.at(STEP, Event::EngineStep(replica));
                 }
-                return self.look_at_runners();
+                self.look_at_runners()?;
+                return self.look_at_sources(replica);
             }
             Event::CopyEnds { at, request, fails } => {
                 let replica = at.replica.index();
@@ -324,6 +366,11 @@ impl World {
                 let target = self.rng.usize(..REPLICAS);
                 let target = self.place(target);
                 self.tell(OwnersInput::Move { sequence: number, target })?;
+            }
+            Event::Stay => {
+                for sequence in self.requests.keys().copied().collect::<Vec<u64>>() {
+                    self.tell(OwnersInput::Stay { sequence })?;
+                }
             }
             Event::Crash(replica) => {
                 let place = self.place(replica);
@@ -491,6 +538,14 @@ impl World {
     fn perform(&mut self, output: OwnersOutput<Value>) -> Result<(), String> {
         match output {
             OwnersOutput::ToSeat { sequence, to, message } => {
+                if let ToSeat::No { attempt, .. } = message {
+                    let lost = self.lost_noes.entry((sequence, attempt)).or_default();
+                    if *lost < self.in_vain {
+                        *lost += 1;
+                        self.told_in_vain += 1;
+                        return Ok(());
+                    }
+                }
                 let request = RequestName { gateway: self.gateway, sequence };
                 self.send(REPLICAS, to.replica.index(), &Event::AtReplica(to, Message::Down { request, message }));
             }
@@ -534,6 +589,34 @@ impl World {
         let finished = request.delivered.last().is_some_and(Entry::is_finish);
         if finished && request.delivered.len() != request.length {
             return Err(format!("request {number}: {} entries of {}", request.delivered.len(), request.length));
+        }
+        Ok(())
+    }
+
+    /// Where messages are lost only as often as is known, a source leaves an attempt soon after its gateway has given it up.
+    fn look_at_sources(&mut self, replica: usize) -> Result<(), String> {
+        if self.in_vain == 0 {
+            return Ok(());
+        }
+        for request in self.requests.keys().map(|number| RequestName { gateway: self.gateway, sequence: *number }) {
+            let holding = self.replicas[replica].seats.seat(request).and_then(|seat| seat.holding());
+            let source = holding.filter(|holding| matches!(holding.phase, Phase::Copying | Phase::Frozen));
+            let register = self.owners.ownership(request.sequence).map(baton_migration::Ownership::register);
+            let (Some(source), Some(register)) = (source, register) else {
+                self.abandoned.remove(&(replica, request));
+                continue;
+            };
+            if register.attempt().is_some_and(|(open, _)| open == source.attempt) {
+                continue;
+            }
+            let now = (source.attempt, register.given_up(), self.now);
+            let since = self.abandoned.entry((replica, request)).or_insert(now);
+            if (since.0, since.1) != (now.0, now.1) {
+                *since = now;
+            }
+            if self.now.since(since.2) > KNOWS_WITHIN {
+                return Err(format!("{request} is {:?} for {} since {}, which is over", source.phase, source.attempt, since.2));
+            }
         }
         Ok(())
     }
@@ -590,4 +673,15 @@ fn streams_are_whole_and_replicas_empty_after_any_schedule_of_faults() {
     let (commits, forced) = (commits.into_inner(), forced.into_inner());
     println!("{schedules} schedules: {commits} moves committed, {forced} forced");
     assert!(commits > schedules / 4 && forced > schedules / 20, "{commits} moves and {forced} forced ones are too few to say something");
+}
+
+#[test]
+fn a_source_leaves_an_attempt_that_was_given_up_however_often_it_is_told_in_vain() {
+    let mut told_in_vain = 0;
+    for seed in 0..DEAF_SCHEDULES {
+        let mut world = World::deaf(seed);
+        world.run().unwrap_or_else(|what| panic!("deaf schedule {seed}: {what}"));
+        told_in_vain += world.told_in_vain;
+    }
+    assert!(told_in_vain > DEAF_SCHEDULES, "{told_in_vain} messages lost are too few to say something");
 }

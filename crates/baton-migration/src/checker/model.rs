@@ -445,9 +445,13 @@ impl Moves {
                             || holding.is_some() && tag == *epoch && attempt < *wanted
                             || self.is(Control::FreezesTwice)
                     }
-                    ToSeat::No { epoch, attempt: wanted } | ToSeat::Resume { epoch, attempt: wanted, .. } => {
-                        holding.is_some() && tag == *epoch && attempt <= *wanted
+                    ToSeat::No { epoch, attempt: wanted } => {
+                        let asked = owner == Some((*to, *epoch)) && state.register.given_up().is_some_and(|given_up| given_up <= *wanted);
+                        let left =
+                            holding.is_some_and(|holding| attempt < *wanted || attempt == *wanted && holding.phase != Phase::Running);
+                        holding.is_some() && tag == *epoch && (asked || left)
                     }
+                    ToSeat::Resume { epoch, attempt: wanted, .. } => holding.is_some() && tag == *epoch && attempt <= *wanted,
                     ToSeat::Start { epoch, .. } => {
                         self.is(Control::NoTombstone)
                             || owner == Some((*to, *epoch))
@@ -478,7 +482,11 @@ impl Moves {
                         held == Some(*epoch) || (owner, current) == (*from, *epoch) || current == *attempt && !state.register.has_started()
                     }
                     ToGateway::CommitSource { epoch, .. } => held == Some(*epoch) || (owner, current) == (*from, *epoch),
-                    ToGateway::Aborted { attempt, .. } => state.register.attempt().is_some_and(|(tag, _)| tag == *attempt),
+                    ToGateway::Aborted { epoch, attempt } => {
+                        (owner, current) == (*from, *epoch)
+                            && (state.register.attempt().is_some_and(|(tag, _)| tag == *attempt)
+                                || state.register.given_up().is_some_and(|given_up| given_up <= *attempt))
+                    }
                     ToGateway::Withdraw { attempt } => {
                         state.register.attempt().is_some_and(|(tag, _)| tag == *attempt) || current == *attempt || held == Some(*attempt)
                     }

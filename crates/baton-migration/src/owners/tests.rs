@@ -145,9 +145,39 @@ fn a_source_is_told_to_go_on_when_its_target_is_silent_or_gone() {
         let outputs = gateway.hears(ends.clone());
         assert!(outputs.contains(&to(source, ToSeat::No { epoch, attempt })), "{ends:?} {outputs:?}");
         assert!(outputs.contains(&Output::AttemptEnded { sequence: 1, attempt }));
-        // It answers, and that is no news.
+        // It is told again until it answers, and that is no news.
+        let (until, later) = (gateway.now + Timing::default().heartbeat, gateway.now + 4 * Timing::default().heartbeat);
+        let again = gateway.waits(until, &[source]);
+        assert!(again.contains(&to(source, ToSeat::No { epoch, attempt })), "{again:?}");
+        let older = gateway.says(source, ToGateway::Aborted { epoch, attempt: Tag(1) });
+        assert_eq!((older, gateway.owners.ownership(1).unwrap().register().given_up()), (vec![], Some(attempt)));
         assert_eq!(gateway.says(source, ToGateway::Aborted { epoch, attempt }), []);
+        let later = gateway.waits(later, &[source]);
+        assert!(!later.contains(&to(source, ToSeat::No { epoch, attempt })), "{later:?}");
         assert!(gateway.owners.ownership(1).unwrap().can_move());
+    }
+}
+
+#[test]
+fn what_makes_another_owner_or_epoch_answers_that_an_attempt_is_over() {
+    let (source, target) = (place(0, 1), place(1, 1));
+    let (epoch, attempt) = (Tag(1), Tag(2));
+    let answers = [
+        Input::FromSeat { sequence: 1, from: source, message: ToGateway::CommitSource { epoch, attempt, frozen: 1 } },
+        Input::Force { sequence: 1, owner: target },
+        Input::End { sequence: 1 },
+    ];
+    for answer in answers {
+        let mut gateway = Gateway::new();
+        gateway.starts(source);
+        gateway.hears(Input::Move { sequence: 1, target });
+        gateway.hears(Input::Stay { sequence: 1 });
+        let given_up = |gateway: &Gateway| gateway.owners.ownership(1).unwrap().register().given_up();
+        assert_eq!(given_up(&gateway), Some(attempt));
+        let asked = gateway.says(source, ToGateway::CommitTarget { epoch, attempt, frozen: 1 });
+        assert_eq!((asked, given_up(&gateway)), (vec![to(source, ToSeat::No { epoch, attempt })], Some(attempt)));
+        gateway.hears(answer.clone());
+        assert_eq!(given_up(&gateway), None, "{answer:?}");
     }
 }
 
