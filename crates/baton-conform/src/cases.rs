@@ -44,7 +44,7 @@ pub const CASES: &[Case] = cases![
     28 "a START whose entries are complete brings the finish" running::complete,
     29 "KEEP goes on and brings the entries from there again" running::keep,
     30 "KEEP of what is not held is LOST, and its epoch is over" running::keep_nothing,
-    31 "what cannot be run is LOST with a reason" running::cannot_run,
+    31 "what cannot be run is LOST with a class and a reason" running::cannot_run,
     32 "a request that nobody acknowledges stands, and goes on when half is" running::flow_control,
     33 "STOP ends what is tagged up to it, and nothing comes after STOPPED" running::stop,
     34 "STOP below what runs ends nothing" running::stop_below,

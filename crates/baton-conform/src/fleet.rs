@@ -266,7 +266,7 @@ impl Fleet {
                 OwnersOutput::Committed { sequence, .. } => self.known(sequence).committed += 1,
                 OwnersOutput::AttemptEnded { sequence, .. } => self.known(sequence).attempts_ended += 1,
                 OwnersOutput::Forgotten { sequence } => self.known(sequence).forgotten = true,
-                OwnersOutput::Lost { sequence, owner } => {
+                OwnersOutput::Lost { sequence, owner, .. } => {
                     return failed(format!("{owner} lost request {sequence}: {:?}", self.request(sequence).reasons));
                 }
                 OwnersOutput::Suspected { place, suspicion } => return failed(format!("{place} is suspected: {suspicion}")),

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use baton_link::{Connection, ConnectionError, FrameReader, FrameWriter, Identity};
-use baton_migration::{GatewayName, Phase, Place, RequestName, Tag, ToGateway, ToSeat};
+use baton_migration::{GatewayName, LostClass, Phase, Place, RequestName, Tag, ToGateway, ToSeat};
 use baton_wire::migration::{
     ControlFrame, Copied, Heartbeat, MoveTo, OutputEntry, RunRequest,
     handshake::{Hello, Role},
@@ -251,10 +251,10 @@ impl Gateway {
     }
 
     /// A STOPPED before it, of what it forgot by itself, is as good as one that comes again.
-    pub(crate) async fn lost(&mut self, sequence: u64, epoch: Tag) -> Checked<String> {
+    pub(crate) async fn lost(&mut self, sequence: u64, epoch: Tag) -> Checked<(LostClass, String)> {
         loop {
             match self.answer("LOST", sequence).await? {
-                (ToGateway::Lost { epoch: told }, why) if told == epoch => return Ok(why),
+                (ToGateway::Lost { epoch: told, class }, why) if told == epoch => return Ok((class, why)),
                 (ToGateway::Stopped { upto }, _) if upto == epoch => {}
                 (other, _) => return failed(format!("LOST({epoch}) was due, and {other:?} came")),
             }

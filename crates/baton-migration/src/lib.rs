@@ -28,7 +28,7 @@ mod watch;
 #[cfg(test)]
 mod checker;
 
-pub use message::{Entry, Phase, Place, Tag, ToGateway, ToPeer, ToSeat};
+pub use message::{Entry, LostClass, Phase, Place, Tag, ToGateway, ToPeer, ToSeat};
 pub use owners::{Owners, OwnersInput, OwnersOutput};
 pub use ownership::{Ownership, OwnershipInput};
 pub use register::{Register, RegisterOutput};

@@ -128,7 +128,20 @@ pub enum ToGateway<E> {
     /// What should run under `epoch` is not here.
     Lost {
         epoch: Tag,
+        class: LostClass,
     },
+}
+
+/// What a replica that does not run a request says of running it elsewhere.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum LostClass {
+    /// Nothing: it is not there, or not any more.
+    #[default]
+    Lost,
+    /// What it asks for nobody will run.
+    Refused,
+    /// This replica does not, at the moment or as it is; another one may.
+    Busy,
 }
 
 /// Between the source and the target of an attempt.

@@ -5,7 +5,9 @@ use std::{
 
 use baton_units::{Incarnation, Time};
 
-use crate::{Beat, Entry, Ownership, OwnershipInput, Phase, Place, RegisterOutput, Suspicion, Tag, Timing, ToGateway, ToSeat, Watch};
+use crate::{
+    Beat, Entry, LostClass, Ownership, OwnershipInput, Phase, Place, RegisterOutput, Suspicion, Tag, Timing, ToGateway, ToSeat, Watch,
+};
 
 /// A replica is told of every so many entries that the client has taken: well below the 256 without which it pauses the request.
 const ACK_EVERY: u32 = 64;
@@ -116,11 +118,13 @@ pub enum OwnersOutput<E> {
         sequence: u64,
         attempt: Tag,
     },
-    /// Nobody is known to run it, or `owner` is suspected: choose a trusted replica and say [`OwnersInput::Force`], or end it. It may be said
+    /// Nobody is known to run it, or `owner` is suspected: choose a trusted replica and say [`OwnersInput::Force`], or end it, as where it is
+    /// [refused](LostClass::Refused). It may be said
     /// again. Until it is answered, an owner that comes back goes on.
     Lost {
         sequence: u64,
         owner: Place,
+        class: LostClass,
     },
     /// A replica is thought to be dead, or to hang: nothing new should be placed there.
     Suspected {
@@ -446,9 +450,9 @@ impl<E: Entry> Owners<E> {
                 RegisterOutput::Started { owner, epoch } => OwnersOutput::Started { sequence, owner, epoch },
                 RegisterOutput::Committed { attempt, from, to } => OwnersOutput::Committed { sequence, attempt, from, to },
                 RegisterOutput::AttemptEnded { attempt } => OwnersOutput::AttemptEnded { sequence, attempt },
-                RegisterOutput::Lost => {
+                RegisterOutput::Lost(class) => {
                     let (owner, _) = request.ownership.register().owner().expect("what has ended is not lost");
-                    OwnersOutput::Lost { sequence, owner }
+                    OwnersOutput::Lost { sequence, owner, class }
                 }
             });
         }

@@ -2,7 +2,7 @@ use std::collections::VecDeque;
 
 use baton_units::Time;
 
-use crate::{Entry, Phase, Place, Register, RegisterOutput, Tag, Timing, ToGateway, timing::Repeat};
+use crate::{Entry, LostClass, Phase, Place, Register, RegisterOutput, Tag, Timing, ToGateway, timing::Repeat};
 
 /// Something that happened to a request at its gateway.
 #[derive(Debug, Clone)]
@@ -100,11 +100,11 @@ impl<E: Entry> Ownership<E> {
                 if self.register.attempt().is_some_and(|(_, target)| target == place) {
                     self.register.give_up(&mut out);
                 }
-                out.extend(self.is_owner(place).then_some(RegisterOutput::Lost));
+                out.extend(self.is_owner(place).then_some(RegisterOutput::Lost(LostClass::Lost)));
             }
             OwnershipInput::Gone { place } => {
                 let lost = self.register.gone(place, &mut out);
-                out.extend(lost.then_some(RegisterOutput::Lost));
+                out.extend(lost.then_some(RegisterOutput::Lost(LostClass::Lost)));
             }
             OwnershipInput::Freed { place } => self.register.freed(place),
             OwnershipInput::End => self.register.end(&mut out),

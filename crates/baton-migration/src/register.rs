@@ -2,7 +2,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{
     Place, Tag,
-    message::{Entry, Phase, ToGateway, ToSeat},
+    message::{Entry, LostClass, Phase, ToGateway, ToSeat},
 };
 
 /// The gateway's record of one request: who owns it, and which entries of whom its client may get.
@@ -70,7 +70,7 @@ pub enum RegisterOutput<E> {
         attempt: Tag,
     },
     /// Nobody runs it: choose a place and call [`Register::force`], or end it.
-    Lost,
+    Lost(LostClass),
 }
 
 impl<E: Entry> Register<E> {
@@ -161,9 +161,9 @@ impl<E: Entry> Register<E> {
                     self.stop(from, attempt, out);
                 }
             }
-            ToGateway::Lost { epoch } => {
+            ToGateway::Lost { epoch, class } => {
                 if live.owner == from && live.epoch == epoch {
-                    out.push(RegisterOutput::Lost);
+                    out.push(RegisterOutput::Lost(class));
                 }
             }
             ToGateway::Stopped { .. } => {}

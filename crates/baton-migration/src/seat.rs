@@ -2,7 +2,7 @@ use baton_units::Incarnation;
 
 use crate::{
     Place, Tag,
-    message::{Entry, Phase, ToGateway, ToPeer, ToSeat},
+    message::{Entry, LostClass, Phase, ToGateway, ToPeer, ToSeat},
 };
 
 /// What one life of a replica knows of one request: what it holds, and the highest tag that it ran or stopped.
@@ -211,6 +211,14 @@ impl<E: Entry> Seat<E> {
         }
     }
 
+    /// What it owns cannot be run here: forgets it up to its epoch, and tells the gateway.
+    pub fn cannot_run(&mut self, class: LostClass, out: &mut Vec<SeatOutput<E>>) {
+        let Some(epoch) = self.holding.as_ref().filter(|holding| !holding.phase.is_arriving()).map(|holding| holding.tag) else { return };
+        self.drop_holding(out);
+        self.seen = self.seen.max(epoch);
+        out.push(SeatOutput::ToGateway(ToGateway::Lost { epoch, class }));
+    }
+
     /// Whether [`Self::unanswered`] has something.
     pub fn is_waiting(&self) -> bool {
         self.holding.as_ref().is_some_and(|holding| match holding.phase {
@@ -258,7 +266,7 @@ impl<E: Entry> Seat<E> {
                 return;
             }
             if epoch <= self.seen || self.holding.as_ref().is_some_and(|holding| holding.tag > epoch) {
-                out.push(SeatOutput::ToGateway(ToGateway::Lost { epoch }));
+                out.push(SeatOutput::ToGateway(ToGateway::Lost { epoch, class: LostClass::Lost }));
                 return;
             }
         }
@@ -299,7 +307,7 @@ impl<E: Entry> Seat<E> {
             Some(_) => {}
             None => {
                 self.seen = self.seen.max(epoch);
-                out.push(SeatOutput::ToGateway(ToGateway::Lost { epoch }));
+                out.push(SeatOutput::ToGateway(ToGateway::Lost { epoch, class: LostClass::Lost }));
             }
         }
     }

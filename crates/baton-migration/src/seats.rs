@@ -6,7 +6,7 @@ use std::{
 
 use baton_units::Time;
 
-use crate::{Entry, Phase, Place, Seat, SeatOutput, Tag, Timing, ToGateway, ToPeer, ToSeat, Work, timing::Repeat};
+use crate::{Entry, LostClass, Phase, Place, Seat, SeatOutput, Tag, Timing, ToGateway, ToPeer, ToSeat, Work, timing::Repeat};
 
 /// One life of one gateway.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -57,6 +57,11 @@ pub enum SeatsInput<E> {
     /// The engine froze the request at the end of a step, as [`Work::Copy`] wants.
     Frozen {
         request: RequestName,
+    },
+    /// The engine does not run it.
+    CannotRun {
+        request: RequestName,
+        class: LostClass,
     },
     /// The copy cannot go on: the link is lost, the target refuses, or the request was preempted.
     CopyFailed {
@@ -170,6 +175,7 @@ impl<E: Entry> Seats<E> {
             }
             SeatsInput::Computed { request, entry } => self.with_seat(request, now, |seat, out| seat.output(entry, out)),
             SeatsInput::Frozen { request } => self.with_seat(request, now, Seat::frozen),
+            SeatsInput::CannotRun { request, class } => self.with_seat(request, now, |seat, out| seat.cannot_run(class, out)),
             SeatsInput::CopyFailed { request } => self.with_seat(request, now, Seat::abort),
             SeatsInput::Timeout => self.look_at_requests(now),
         }
@@ -505,3 +511,18 @@ mod tests {
         assert_eq!(seats.holdings().count(), 0, "and it ends again");
     }
 }
+    #[test]
+    fn what_cannot_be_run_is_forgotten_up_to_its_epoch_and_says_of_what_class_it_is() {
+        let mut seats = seats();
+        start_at(&mut seats, seconds(1));
+        outputs(&mut seats);
+        let lost = |class| SeatsOutput::ToGateway { request: REQUEST, message: ToGateway::Lost { epoch: Tag(1), class } };
+        seats.handle(SeatsInput::CannotRun { request: REQUEST, class: LostClass::Busy }, seconds(1));
+        let free = SeatsOutput::Work { request: REQUEST, work: Work::Free };
+        assert_eq!(outputs(&mut seats), [free, lost(LostClass::Busy)]);
+        start_at(&mut seats, seconds(1));
+        assert_eq!(outputs(&mut seats), [lost(LostClass::Lost)], "the same epoch is over");
+        seats.handle(SeatsInput::CannotRun { request: REQUEST, class: LostClass::Busy }, seconds(1));
+        assert_eq!(outputs(&mut seats), [], "nothing is there");
+    }
+

@@ -1,4 +1,4 @@
-use baton_migration::{GatewayName, RequestName, Tag, ToGateway, ToSeat};
+use baton_migration::{GatewayName, LostClass, RequestName, Tag, ToGateway, ToSeat};
 use baton_wire::migration::{
     ControlFrame, HEADER_BYTES,
     handshake::{Hello, Role},
@@ -97,7 +97,7 @@ pub(super) async fn foreign(suite: &Suite) -> Checked {
             _ => None,
         })
         .await?;
-    demand!((named, &message) == (own, &ToGateway::Lost { epoch: Tag(1) }), "{message:?} came of {named}");
+    demand!((named, &message) == (own, &ToGateway::Lost { epoch: Tag(1), class: LostClass::Lost }), "{message:?} came of {named}");
     Ok(())
 }
 

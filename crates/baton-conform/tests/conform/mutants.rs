@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use baton_conform::{Options, Suite};
-use baton_migration::{Phase, Tag, ToGateway, ToSeat};
-use baton_wire::migration::{ControlFrame, OutputEntry};
+use baton_migration::{LostClass, Phase, Tag, ToGateway, ToSeat};
+use baton_wire::migration::{ControlFrame, HeldBlocks, KvFrame, OutputEntry};
 
 use crate::{
     proxy::{Change, Mutant, Proxy},
@@ -140,7 +140,19 @@ const MUTANTS: &[(&str, Mutant, &str)] = &[
                 other => other,
             })
         }),
-        "what cannot be run is LOST with a reason",
+        "what cannot be run is LOST with a class",
+    ),
+    (
+        "does not say that nobody will run what it does not",
+        says(|frame| {
+            told(frame, |message| {
+                Some(match message {
+                    ToGateway::Lost { epoch, .. } => ToGateway::Lost { epoch, class: LostClass::Lost },
+                    other => other,
+                })
+            })
+        }),
+        "what cannot be run is LOST with a class",
     ),
     (
         "is silent of why a move ended",

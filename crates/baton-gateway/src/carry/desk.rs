@@ -6,7 +6,9 @@ use std::{
 };
 
 use baton_cost::MoveWay;
-use baton_migration::{Beat, GatewayName, Owners, OwnersInput, OwnersOutput, Ownership, Place, RequestName, Suspicion, Timing, ToSeat};
+use baton_migration::{
+    Beat, GatewayName, LostClass, Owners, OwnersInput, OwnersOutput, Ownership, Place, RequestName, Suspicion, Timing, ToSeat,
+};
 use baton_policy::mover::Move;
 use baton_units::{DurationMs, ReplicaId, RequestId, Time, Tokens};
 use baton_wire::migration::{ControlFrame, MoveTo, OutputEntry, handshake::KvLayout};
@@ -43,8 +45,8 @@ pub(crate) struct NewSequence {
 pub(crate) struct Loss {
     pub(crate) replica: Option<ReplicaId>,
     pub(crate) why: String,
-    /// The replica itself said that it cannot run it, and is well.
-    pub(crate) refused: bool,
+    /// What its replica said of running it elsewhere.
+    pub(crate) class: LostClass,
 }
 
 /// Why a request cannot be moved now.
@@ -478,7 +480,7 @@ impl Desk {
                     self.go_on_with(request, now);
                 }
             }
-            OwnersOutput::Lost { sequence, owner } => self.lost(sequence, owner, now),
+            OwnersOutput::Lost { sequence, owner, class } => self.lost(sequence, owner, class, now),
             OwnersOutput::Suspected { place, suspicion } => {
                 if let Some(link) = self.links.get(&place) {
                     self.effects.push(Effect::Suspected { replica: link.replica, suspicion });
@@ -509,10 +511,9 @@ impl Desk {
         }
     }
 
-    fn lost(&mut self, number: u64, owner: Place, now: Time) {
+    fn lost(&mut self, number: u64, owner: Place, class: LostClass, now: Time) {
         let why = self.why.clone();
-        let link = self.links.get(&owner);
-        let (replica, refused) = (link.map(|link| link.replica), why.is_some());
+        let replica = self.links.get(&owner).map(|link| link.replica);
         let tokens = self.tokens_of(number).unwrap_or_default();
         let Some(sequence) = self.sequences.get_mut(&number).filter(|sequence| !sequence.ended && sequence.lost_by != Some(owner)) else {
             return;
@@ -525,7 +526,7 @@ impl Desk {
         let last_before = sequence.last_entry_at;
         let forced = Moving { record, nonce: [0; 16], since: now, last_before, committed: true };
         let former = sequence.moving.replace(forced);
-        sequence.say(RunEvent::Lost(Loss { replica, why, refused }));
+        sequence.say(RunEvent::Lost(Loss { replica, why, class }));
         match former {
             // It was lost again before it went on: one loss in the end.
             Some(former) if former.record.outcome == MoveOutcome::Continued => {

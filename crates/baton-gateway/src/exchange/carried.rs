@@ -3,9 +3,10 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use axum::response::IntoResponse;
+use baton_migration::LostClass;
 use baton_openai::{Answer, Checked, Pushed, Understood};
 use baton_policy::{Outcome, Placed, Verdict};
-use baton_session::{Fault, Input, Owner};
+use baton_session::{Epoch, Fault, Input, Owner};
 use baton_units::{ReplicaId, Tokens};
 use baton_wire::{
     migration::{OutputEntry, RunRequest},
@@ -232,9 +233,15 @@ impl Exchange {
         let Some(carrying) = self.carrying() else { return };
         if !began {
             // As good as not begun: the usual retry elsewhere.
-            let fault = if loss.refused { Fault::Aborted } else { Fault::Unreachable };
-            tracing::info!(why = loss.why, "a replica did not take a request");
-            return self.attempt_failed(epoch, fault);
+            tracing::info!(why = loss.why, class = ?loss.class, "a replica did not take a request");
+            return match loss.class {
+                LostClass::Refused => self.refused(epoch, &loss.why),
+                LostClass::Busy => self.attempt_failed(epoch, Fault::Aborted),
+                LostClass::Lost => self.attempt_failed(epoch, Fault::Unreachable),
+            };
+        }
+        if loss.class == LostClass::Refused {
+            return self.attempt_failed(epoch, Fault::Aborted);
         }
         if !carrying.lost.contains(&choice) {
             carrying.lost.push(choice);
@@ -264,6 +271,13 @@ impl Exchange {
     }
 
     /// Looks for a replica that goes on with what is lost.
+    /// Nobody will run it, which is what an engine says by HTTP with status 400.
+    fn refused(&mut self, epoch: Epoch, why: &str) {
+        self.attempt = None;
+        self.answer = Some(Refusal::Body(ErrorBody::bad_request(why)).into_response());
+        self.session.handle(Input::Rejected { epoch }, self.fleet.clock.now());
+    }
+
     fn place_again(&mut self) {
         self.tell_output();
         self.first_told = false;

@@ -7,7 +7,7 @@ use baton_units::{Incarnation, ReplicaId};
 use stateright::{Model, Property};
 
 use super::controls::Control;
-use crate::{Entry, Kv, Phase, Place, Register, RegisterOutput, Seat, SeatOutput, Tag, ToGateway, ToPeer, ToSeat, Work};
+use crate::{Entry, Kv, LostClass, Phase, Place, Register, RegisterOutput, Seat, SeatOutput, Tag, ToGateway, ToPeer, ToSeat, Work};
 
 /// Entries of the request, the finish included.
 pub(super) const ENTRIES: usize = 3;
@@ -240,7 +240,7 @@ impl Moves {
                 if entries > 0 && *prefix != delivered {
                     next.broken.insert(Law::Lineage);
                 }
-                if of_gateway.contains(&RegisterOutput::Lost) {
+                if of_gateway.contains(&RegisterOutput::Lost(LostClass::Lost)) {
                     let elsewhere = place_of(&next, 1 - from.replica.index());
                     next.register.force(elsewhere, &mut of_gateway);
                 }
@@ -490,7 +490,7 @@ impl Moves {
                     ToGateway::Withdraw { attempt } => {
                         state.register.attempt().is_some_and(|(tag, _)| tag == *attempt) || current == *attempt || held == Some(*attempt)
                     }
-                    ToGateway::Lost { epoch } => *epoch > current || (owner, current) == (*from, *epoch),
+                    ToGateway::Lost { epoch, .. } => *epoch > current || (owner, current) == (*from, *epoch),
                     ToGateway::Stopped { .. } => false,
                 }
             }

@@ -184,7 +184,7 @@ fn what_makes_another_owner_or_epoch_answers_that_an_attempt_is_over() {
 #[test]
 fn a_request_is_lost_when_its_owner_is_or_was_suspected_or_has_a_new_life() {
     let (mut gateway, owner) = (Gateway::new(), place(0, 1));
-    let lost = |owner| Output::Lost { sequence: 1, owner };
+    let lost = |owner| Output::Lost { sequence: 1, owner, class: LostClass::Lost };
     let outputs = gateway.hears(Input::Start { sequence: 1, owner: place(9, 1) });
     assert_eq!(outputs[1..], [lost(place(9, 1))], "at once: nobody will be suspected anew");
     let start = ToSeat::Start { epoch: Tag(2), delivered: Vec::new() };
@@ -203,7 +203,7 @@ fn silence_makes_a_replica_suspected_and_in_the_end_nothing_waits_for_it() {
     let (mut gateway, owner, other) = (Gateway::new(), place(0, 1), place(1, 1));
     gateway.starts(owner);
     let outputs = gateway.waits(seconds(3), &[other]);
-    assert!(outputs.contains(&Output::Lost { sequence: 1, owner }) && gateway.owners.is_suspected(owner));
+    assert!(outputs.contains(&Output::Lost { sequence: 1, owner, class: LostClass::Lost }) && gateway.owners.is_suspected(owner));
     assert!(outputs.contains(&Output::Lease { to: other, sequence: 6 }) && !gateway.owners.is_suspected(other));
     gateway.hears(Input::End { sequence: 1 });
     let outputs = gateway.waits(seconds(19), &[other]);

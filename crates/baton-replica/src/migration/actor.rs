@@ -6,11 +6,11 @@ use std::{
     time::Duration,
 };
 
-use baton_engine::{Output, SequenceState};
+use baton_engine::{MoveRefusal, Output, SequenceState, SubmitError};
 use baton_link::Identity;
 use baton_migration::{
-    Entry, GatewayName, Holding, Kv, Phase, Place, RequestName, Seats, SeatsInput, SeatsOutput, Tag, Timing, ToGateway, ToPeer, ToSeat,
-    Work,
+    Entry, GatewayName, Holding, Kv, LostClass, Phase, Place, RequestName, Seats, SeatsInput, SeatsOutput, Tag, Timing, ToGateway, ToPeer,
+    ToSeat, Work,
 };
 use baton_units::{RequestId, Time, Tokens};
 use baton_wire::migration::{ControlFrame, Copied, Heartbeat, MoveTo, OutputEntry, Refusal, RunRequest};
@@ -328,7 +328,7 @@ impl Actor {
             MoveEvent::Refused { run, why } => {
                 if let Some(&request) = self.runs.get(&run) {
                     tracing::warn!(%request, %why, "the engine does not run a request");
-                    self.give_up(request, &why.to_string());
+                    self.give_up(request, class_of(&why), &why.to_string());
                 }
             }
             MoveEvent::Frozen { run, at } => self.stands_still(run, at),
@@ -611,12 +611,13 @@ impl Actor {
         let spec = self.requests.get(&request).and_then(|here| here.spec.as_ref());
         match spec
             .ok_or_else(|| "nothing was said of what to run".to_owned())
+            .and_then(without_adapter)
             .and_then(|spec| travel::from_wire(spec, id, output).map_err(|error| error.to_string()))
         {
             Ok(state) => self.begin(request, id, MoveCommand::Run(Box::new(state))),
             Err(why) => {
                 tracing::warn!(%request, why, "a request cannot be run");
-                self.give_up(request, &why);
+                self.give_up(request, LostClass::Refused, &why);
             }
         }
     }
@@ -667,14 +668,10 @@ impl Actor {
         self.order(MoveCommand::Abandon(arrival.room.id));
     }
 
-    /// What should run here does not: its gateway runs it elsewhere, as if it had been lost.
-    fn give_up(&mut self, request: RequestName, why: &str) {
-        let Some(holding) = self.seats.seat(request).and_then(|seat| seat.holding()) else { return };
-        let (epoch, next, now) = (holding.tag, holding.acked, self.clock.now());
+    /// What should run here does not: its gateway runs it elsewhere, or tells its client.
+    fn give_up(&mut self, request: RequestName, class: LostClass, why: &str) {
         self.requests.entry(request).or_default().why = Some(format!("cannot be run here: {why}"));
-        for message in [ToSeat::Stop { upto: epoch }, ToSeat::Keep { epoch, next }] {
-            self.seats.handle(SeatsInput::FromGateway { request, message }, now);
-        }
+        self.seats.handle(SeatsInput::CannotRun { request, class }, self.clock.now());
     }
 
     /// Gives the seat what was computed, and holds or lets go of the engine's part as the seat wants.
@@ -724,6 +721,36 @@ impl Actor {
         // A gateway that takes nothing is disconnected; what it missed is told again when it comes back.
         if attached.frames.try_send(frame).is_err() {
             self.gateways.remove(&gateway.id);
+        }
+    }
+}
+
+/// The engine has none, and would answer as the base model.
+fn without_adapter(spec: &RunRequest) -> Result<&RunRequest, String> {
+    match &spec.adapter {
+        None => Ok(spec),
+        Some(adapter) => Err(format!("it asks for the adapter \"{adapter}\", and this engine has none; ask for the base model")),
+    }
+}
+
+/// Whether another replica may run what this engine does not.
+fn class_of(why: &MoveRefusal) -> LostClass {
+    use SubmitError as Submit;
+    match why {
+        // One that serves the model, has more memory or a longer context, or that is less busy.
+        MoveRefusal::Model { .. }
+        | MoveRefusal::Eos { .. }
+        | MoveRefusal::TooLong { .. }
+        | MoveRefusal::NoPlace { .. }
+        | MoveRefusal::NoRoom(_)
+        | MoveRefusal::Request(Submit::NeverFits { .. } | Submit::QueueFull { .. } | Submit::Duplicate(_)) => LostClass::Busy,
+        MoveRefusal::Contradiction(_)
+        | MoveRefusal::Request(Submit::EmptyPrompt | Submit::NoChoices | Submit::OutOfVocabulary { .. } | Submit::Sampling(_)) => {
+            LostClass::Refused
+        }
+        // Of what came with KV, or has ended.
+        MoveRefusal::Complete(_) | MoveRefusal::NotPrepared(_) | MoveRefusal::OtherTokens { .. } | MoveRefusal::Incomplete { .. } => {
+            LostClass::Lost
         }
     }
 }

@@ -268,7 +268,7 @@ impl Gateway {
                 RegisterOutput::Committed { .. } => request.committed += 1,
                 RegisterOutput::AttemptEnded { .. } => request.attempts_ended += 1,
                 RegisterOutput::Started { .. } => {}
-                RegisterOutput::Lost => request.lost = true,
+                RegisterOutput::Lost(_) => request.lost = true,
             }
         }
         if delivered && self.acknowledges && self.stalled != Some(number) {

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use baton_engine::{EngineConfig, Timed, TokenBudget, TokenSource};
-use baton_migration::{OwnershipInput, Place, Tag, Timing, ToGateway, ToSeat};
+use baton_migration::{LostClass, OwnershipInput, Place, Tag, Timing, ToGateway, ToSeat};
 use baton_replica::{MigrationConfig, MigrationError, Pace, ReplicaConfig, ReplicaError};
 use baton_units::{BlockSize, Blocks, Tokens};
 use baton_wire::migration::{ControlFrame, MoveTo, OutputEntry, RunRequest, RunSampling, handshake::FleetKey};
@@ -439,16 +439,23 @@ async fn what_cannot_be_run_is_told_to_be_lost() {
     let gateway = &mut fleet.gateway;
     let other_model = RunRequest { model: "other".to_owned(), ..greedy(5) };
     let never_fits = greedy(60_000);
-    let requests =
-        [(1, other_model.to_bytes(), "model"), (2, b"nothing".to_vec(), "nothing was said"), (3, never_fits.to_bytes(), "at most 2048")];
-    for (number, with, wanted) in requests {
+    let adapted = RunRequest { adapter: Some("tone".to_owned()), ..greedy(5) };
+    let outside = RunRequest { prompt: vec![u32::MAX], ..greedy(5) };
+    let requests = [
+        (1, other_model.to_bytes(), LostClass::Busy, "model"),
+        (2, b"nothing".to_vec(), LostClass::Refused, "nothing was said"),
+        (3, never_fits.to_bytes(), LostClass::Busy, "at most 2048"),
+        (4, adapted.to_bytes(), LostClass::Refused, "the adapter \"tone\""),
+        (5, outside.to_bytes(), LostClass::Refused, "outside the vocabulary"),
+    ];
+    for (number, with, class, wanted) in requests {
         gateway.send(place, gateway.to_seat(number, ToSeat::Start { epoch: Tag(1), delivered: vec![] }, with)).await;
         let (lost, why) = loop {
-            if let (_, ControlFrame::ToGateway { request, message: ToGateway::Lost { epoch }, why }) = gateway.next_frame().await {
-                break ((request.sequence, epoch), why);
+            if let (_, ControlFrame::ToGateway { request, message: ToGateway::Lost { epoch, class }, why }) = gateway.next_frame().await {
+                break ((request.sequence, epoch, class), why);
             }
         };
-        assert_eq!(lost, (number, Tag(1)));
+        assert_eq!(lost, (number, Tag(1), class));
         assert!(why.starts_with("cannot be run here: ") && why.contains(wanted), "{why}");
     }
     fleet.empty().await;
@@ -459,12 +466,12 @@ async fn what_is_not_held_is_lost_for_no_reason_of_its_own() {
     let mut fleet = Fleet::start(vec![migrating("a")]).await;
     let (place, gateway) = (fleet.places[0], &mut fleet.gateway);
     gateway.send(place, gateway.to_seat(1, ToSeat::Keep { epoch: Tag(1), next: 0 }, vec![])).await;
-    let why = loop {
-        if let (_, ControlFrame::ToGateway { message: ToGateway::Lost { .. }, why, .. }) = gateway.next_frame().await {
-            break why;
+    let lost = loop {
+        if let (_, ControlFrame::ToGateway { message: ToGateway::Lost { class, .. }, why, .. }) = gateway.next_frame().await {
+            break (class, why);
         }
     };
-    assert_eq!(why, "");
+    assert_eq!(lost, (LostClass::Lost, String::new()));
     fleet.empty().await;
 }
 

@@ -1,4 +1,4 @@
-use baton_migration::{Phase, Place, RequestName, Tag, ToGateway, ToSeat};
+use baton_migration::{LostClass, Phase, Place, RequestName, Tag, ToGateway, ToSeat};
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -33,8 +33,8 @@ pub enum ControlFrame {
     Expect { request: RequestName, attempt: Tag, source: Place, nonce: [u8; 16] },
     /// Gateway. A start carries what to run, a move where the target's KV is taken and with which nonce.
     ToSeat { request: RequestName, message: ToSeat<OutputEntry>, with: Vec<u8> },
-    /// Replica. `why`, of an attempt that was aborted and of a request that is lost, is a short text for people, empty where there is none;
-    /// a lost request that has one cannot be run there as it is. Other messages carry none.
+    /// Replica. `why`, of an attempt that was aborted and of a request that is lost, is a short text for people, empty where there is none.
+    /// Other messages carry none.
     ToGateway { request: RequestName, message: ToGateway<OutputEntry>, why: String },
     /// Replica, once before the first output of a request whose prompt it computed: a hint, which may be lost.
     Scheduled {
@@ -77,6 +77,23 @@ const PHASES: [Phase; 8] = [
     Phase::Prepared,
     Phase::Withdrawing,
 ];
+
+fn class_name(class: LostClass) -> &'static str {
+    match class {
+        LostClass::Lost => "lost",
+        LostClass::Refused => "refused",
+        LostClass::Busy => "busy",
+    }
+}
+
+/// What a later version may add says as little as that the request is lost.
+fn class_named(name: &str) -> LostClass {
+    match name {
+        "refused" => LostClass::Refused,
+        "busy" => LostClass::Busy,
+        _ => LostClass::Lost,
+    }
+}
 
 /// Of the frame that carries a [`MoveTo`](super::MoveTo).
 pub(super) const MOVE_KIND: u16 = kind::MOVE;
@@ -150,7 +167,7 @@ impl ControlFrame {
                     ToGateway::Aborted { epoch, attempt } => (kind::ABORTED, body(&(request, epoch.0, attempt.0, why))),
                     ToGateway::Withdraw { attempt } => (kind::WITHDRAW, body(&(request, attempt.0))),
                     ToGateway::Stopped { upto } => (kind::STOPPED, body(&(request, upto.0))),
-                    ToGateway::Lost { epoch } => (kind::LOST, body(&(request, epoch.0, why))),
+                    ToGateway::Lost { epoch, class } => (kind::LOST, body(&(request, epoch.0, class_name(*class), why))),
                 }
             }
             Self::Scheduled { request, epoch, cached, waited_us } => (kind::SCHEDULED, body(&(name(*request), epoch.0, cached, waited_us))),
@@ -235,8 +252,8 @@ impl ControlFrame {
                 to_gateway(named, ToGateway::Stopped { upto: Tag(upto) })
             }
             kind::LOST => {
-                let (named, epoch, why) = read(kind, body)?;
-                reasoned(named, ToGateway::Lost { epoch: Tag(epoch) }, why)
+                let (named, epoch, class, why): (Name, u32, String, String) = read(kind, body)?;
+                reasoned(named, ToGateway::Lost { epoch: Tag(epoch), class: class_named(&class) }, why)
             }
             kind::SCHEDULED => {
                 let (named, epoch, cached, waited_us) = read(kind, body)?;

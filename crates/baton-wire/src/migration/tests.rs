@@ -1,4 +1,4 @@
-use baton_migration::{GatewayName, Phase, Place, RequestName, Tag, ToGateway, ToSeat};
+use baton_migration::{GatewayName, LostClass, Phase, Place, RequestName, Tag, ToGateway, ToSeat};
 use baton_units::{Incarnation, ReplicaId};
 use proptest::prelude::*;
 
@@ -44,8 +44,9 @@ fn control_frames() -> Vec<ControlFrame> {
         reasoned(ToGateway::Aborted { epoch, attempt }, "the target refuses"),
         gateway(ToGateway::Withdraw { attempt }),
         gateway(ToGateway::Stopped { upto: epoch }),
-        gateway(ToGateway::Lost { epoch }),
-        reasoned(ToGateway::Lost { epoch }, "it never fits"),
+        gateway(ToGateway::Lost { epoch, class: LostClass::Lost }),
+        reasoned(ToGateway::Lost { epoch, class: LostClass::Refused }, "its temperature is negative"),
+        reasoned(ToGateway::Lost { epoch, class: LostClass::Busy }, "its queue is full"),
         ControlFrame::Scheduled { request: request(), epoch, cached: 32, waited_us: 1 << 40 },
         ControlFrame::Moved { request: request(), attempt, copied: Copied { bytes: 1 << 40, held: 2, rounds: 3, gap_us: 4_000 } },
     ]
@@ -93,6 +94,20 @@ fn frames_come_out_as_they_went_in() {
         }
         assert_eq!(opener.open(rest).unwrap(), None);
     }
+}
+
+#[test]
+fn a_class_of_losses_that_is_not_known_is_a_loss() {
+    const LOST: u16 = 0x36;
+    let named = |class: &str| body::body(&(body::name(request()), 3_u32, class, "why"));
+    for (name, class) in [("lost", LostClass::Lost), ("refused", LostClass::Refused), ("busy", LostClass::Busy), ("later", LostClass::Lost)]
+    {
+        let message = ToGateway::Lost { epoch: Tag(3), class };
+        let frame = ControlFrame::ToGateway { request: request(), message, why: "why".to_owned() };
+        assert_eq!(ControlFrame::decode(LOST, &named(name)).unwrap(), frame, "{name}");
+    }
+    let unnamed = body::body(&(body::name(request()), 3_u32, 1_u8, "why"));
+    assert!(ControlFrame::decode(LOST, &unnamed).is_err());
 }
 
 #[test]

@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use baton_cost::{Link as Wire, MoveCase, MovePrice, StepCoefficients};
-use baton_migration::{Tag, ToGateway};
+use baton_migration::{LostClass, Tag, ToGateway};
 use baton_policy::mover::MoveReason;
 use baton_units::{BlockSize, Incarnation};
 use baton_wire::migration::{Copied, FinishReason};
@@ -96,7 +96,15 @@ impl Bench {
                 RunEvent::Entry(OutputEntry::Finish(_)) => format!("{choice}: finish"),
                 RunEvent::Cached(tokens) => format!("{choice}: {tokens} cached"),
                 RunEvent::Moved(replica) => format!("{choice}: at {replica}"),
-                RunEvent::Lost(loss) => format!("{choice}: lost, {}{}", loss.why, if loss.refused { ", refused" } else { "" }),
+                RunEvent::Lost(loss) => format!(
+                    "{choice}: lost, {}{}",
+                    loss.why,
+                    match loss.class {
+                        LostClass::Lost => "",
+                        LostClass::Refused => ", refused",
+                        LostClass::Busy => ", busy",
+                    }
+                ),
             })
             .collect()
     }
@@ -228,10 +236,17 @@ fn a_replica_that_is_silent_hangs_and_one_that_is_cut_off_may_not() {
 
 #[test]
 fn what_a_replica_refuses_comes_with_its_reason() {
-    let mut bench = Bench::new(&["n"]);
-    let sequence = bench.start(0, 0);
-    bench.say(0, sequence, ToGateway::Lost { epoch: Tag(1) }, "cannot be run here: too long");
-    assert_eq!(bench.told(), ["0: lost, cannot be run here: too long, refused"]);
+    let said = [
+        (LostClass::Lost, "", "0: lost, its replica is lost"),
+        (LostClass::Refused, "cannot be run here: no token", "0: lost, cannot be run here: no token, refused"),
+        (LostClass::Busy, "cannot be run here: too long", "0: lost, cannot be run here: too long, busy"),
+    ];
+    for (class, why, told) in said {
+        let mut bench = Bench::new(&["n"]);
+        let sequence = bench.start(0, 0);
+        bench.say(0, sequence, ToGateway::Lost { epoch: Tag(1), class }, why);
+        assert_eq!(bench.told(), [told]);
+    }
 }
 
 #[test]
