@@ -109,7 +109,7 @@ pub(super) enum Step {
     CloseAttempt,
     /// The owner is asked to go on, or told again to start.
     Keep,
-    /// The owner came back empty: the request goes on at this replica.
+    /// The owner came back empty: the request goes on at this replica, which is trusted.
     Replace(usize),
     /// A new incarnation was seen, which is not the owner's.
     Notice(usize),
@@ -181,7 +181,7 @@ impl Moves {
         }
         let at_owner = &state.seats[owner.replica.index()];
         if at_owner.incarnation() != owner.incarnation {
-            steps.extend((0..REPLICAS).map(Step::Replace));
+            steps.extend((0..REPLICAS).filter(|target| !state.suspected[*target]).map(Step::Replace));
         }
         let asked = if state.register.has_started() { at_owner.holding().is_none_or(|holding| holding.paused) } else { !closing };
         if asked {
@@ -241,8 +241,10 @@ impl Moves {
                     next.broken.insert(Law::Lineage);
                 }
                 if of_gateway.contains(&RegisterOutput::Lost(LostClass::Lost)) {
-                    let elsewhere = place_of(&next, 1 - from.replica.index());
-                    next.register.force(elsewhere, &mut of_gateway);
+                    // Nothing is placed with who is suspected: then it begins anew where it was lost.
+                    let (here, other) = (from.replica.index(), 1 - from.replica.index());
+                    let trusted = place_of(&next, if next.suspected[other] { here } else { other });
+                    next.register.force(trusted, &mut of_gateway);
                 }
             }
             Step::Compute(place) => {
