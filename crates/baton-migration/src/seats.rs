@@ -286,7 +286,8 @@ impl<E: Entry> Seats<E> {
             }
             let waited = now.since(held.since);
             match held.phase {
-                Some(Phase::Copying | Phase::Frozen) if waited >= self.timing.attempt => self.with_seat(request, now, Seat::abort),
+                Some(Phase::Copying) if waited >= self.timing.attempt => self.with_seat(request, now, Seat::abort),
+                Some(Phase::Frozen) if waited >= self.timing.stand_still => self.with_seat(request, now, Seat::abort),
                 Some(Phase::Asking) if waited >= self.timing.reclaim_after => self.with_seat(request, now, Seat::reclaim),
                 Some(Phase::Preparing | Phase::Prepared) if waited >= self.timing.withdraw_after => {
                     self.with_seat(request, now, Seat::withdraw);
@@ -355,7 +356,8 @@ impl<E: Entry> Held<E> {
     fn due(&self, timing: &Timing) -> Time {
         let phase = match self.phase {
             None => self.since + 2 * timing.free_after,
-            Some(Phase::Copying | Phase::Frozen) => self.since + timing.attempt,
+            Some(Phase::Copying) => self.since + timing.attempt,
+            Some(Phase::Frozen) => self.since + timing.stand_still,
             Some(Phase::Asking) => self.since + timing.reclaim_after,
             Some(Phase::Preparing | Phase::Prepared) => self.since + timing.withdraw_after,
             Some(Phase::Running | Phase::Reclaiming | Phase::Withdrawing) => Time::NEVER,
@@ -468,6 +470,34 @@ mod tests {
     }
 
     #[test]
+    fn a_source_that_stands_still_for_a_target_that_says_nothing_goes_on() {
+        let target = Place { replica: ReplicaId(1), incarnation: Incarnation(1) };
+        let mut seats = seats();
+        start_at(&mut seats, seconds(1));
+        let message = ToSeat::Move { epoch: Tag(1), attempt: Tag(2), target };
+        seats.handle(SeatsInput::FromGateway { request: REQUEST, message }, seconds(1));
+        seats.handle(SeatsInput::Frozen { request: REQUEST }, seconds(2));
+        let phase = |seats: &Seats<Token>| seats.seat(REQUEST).unwrap().holding().unwrap().phase;
+        let due = seconds(2) + Timing::default().stand_still;
+        // Its gateway lives.
+        let leased = |seats: &mut Seats<Token>, now| {
+            seats.handle(SeatsInput::Timeout, now);
+            for output in outputs(seats) {
+                if let SeatsOutput::Heartbeat { sequence, .. } = output {
+                    seats.handle(SeatsInput::Leased { gateway: GATEWAY, sequence }, now);
+                }
+            }
+        };
+        for second in 2..7 {
+            leased(&mut seats, seconds(second));
+            assert_eq!(phase(&seats), Phase::Frozen);
+        }
+        leased(&mut seats, due);
+        assert_eq!(phase(&seats), Phase::Running);
+        assert!(seats.seat(REQUEST).unwrap().is_computing());
+    }
+
+    #[test]
     fn a_source_that_hears_no_before_it_hears_of_the_move_answers_and_does_not_move() {
         let target = Place { replica: ReplicaId(1), incarnation: Incarnation(1) };
         let (epoch, attempt) = (Tag(1), Tag(2));
@@ -487,6 +517,21 @@ mod tests {
         assert!(seats.seat(REQUEST).unwrap().is_computing());
         let told: Vec<_> = outputs(&mut seats).into_iter().filter(|output| matches!(output, SeatsOutput::ToGateway { .. })).collect();
         assert_eq!(told, [aborted(Tag(3)), aborted(Tag(4))]);
+    }
+
+    #[test]
+    fn what_cannot_be_run_is_forgotten_up_to_its_epoch_and_says_of_what_class_it_is() {
+        let mut seats = seats();
+        start_at(&mut seats, seconds(1));
+        outputs(&mut seats);
+        let lost = |class| SeatsOutput::ToGateway { request: REQUEST, message: ToGateway::Lost { epoch: Tag(1), class } };
+        seats.handle(SeatsInput::CannotRun { request: REQUEST, class: LostClass::Busy }, seconds(1));
+        let free = SeatsOutput::Work { request: REQUEST, work: Work::Free };
+        assert_eq!(outputs(&mut seats), [free, lost(LostClass::Busy)]);
+        start_at(&mut seats, seconds(1));
+        assert_eq!(outputs(&mut seats), [lost(LostClass::Lost)], "the same epoch is over");
+        seats.handle(SeatsInput::CannotRun { request: REQUEST, class: LostClass::Busy }, seconds(1));
+        assert_eq!(outputs(&mut seats), [], "nothing is there");
     }
 
     #[test]
@@ -511,18 +556,3 @@ mod tests {
         assert_eq!(seats.holdings().count(), 0, "and it ends again");
     }
 }
-    #[test]
-    fn what_cannot_be_run_is_forgotten_up_to_its_epoch_and_says_of_what_class_it_is() {
-        let mut seats = seats();
-        start_at(&mut seats, seconds(1));
-        outputs(&mut seats);
-        let lost = |class| SeatsOutput::ToGateway { request: REQUEST, message: ToGateway::Lost { epoch: Tag(1), class } };
-        seats.handle(SeatsInput::CannotRun { request: REQUEST, class: LostClass::Busy }, seconds(1));
-        let free = SeatsOutput::Work { request: REQUEST, work: Work::Free };
-        assert_eq!(outputs(&mut seats), [free, lost(LostClass::Busy)]);
-        start_at(&mut seats, seconds(1));
-        assert_eq!(outputs(&mut seats), [lost(LostClass::Lost)], "the same epoch is over");
-        seats.handle(SeatsInput::CannotRun { request: REQUEST, class: LostClass::Busy }, seconds(1));
-        assert_eq!(outputs(&mut seats), [], "nothing is there");
-    }
-

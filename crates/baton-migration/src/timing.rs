@@ -15,6 +15,9 @@ pub struct Timing {
     pub stop_after: Duration,
     /// A gateway that answered no heartbeat sent within this is gone: what it had here is freed. Longer than `stop_after`.
     pub free_after: Duration,
+    /// A source that stands still waits so long for its target to have all of it, and then goes on. Longer than the last blocks take on any link
+    /// that is worth moving over.
+    pub stand_still: Duration,
     /// A source that asked to commit waits so long before it asks to stay the owner.
     pub reclaim_after: Duration,
     /// A target waits so long for what it prepared before it asks whether it still comes.
@@ -31,6 +34,7 @@ impl Default for Timing {
             heartbeat: Duration::from_millis(500),
             stop_after: Duration::from_secs(5),
             free_after: Duration::from_secs(15),
+            stand_still: Duration::from_secs(5),
             reclaim_after: Duration::from_secs(1),
             withdraw_after: Duration::from_secs(10),
             attempt: Duration::from_secs(100),

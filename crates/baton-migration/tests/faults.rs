@@ -46,6 +46,7 @@ fn timing() -> Timing {
         heartbeat: ms(50),
         stop_after: ms(500),
         free_after: ms(1_500),
+        stand_still: ms(500),
         reclaim_after: ms(100),
         withdraw_after: ms(1_000),
         attempt: ms(5_000),
