@@ -116,7 +116,7 @@ async fn admit(
     let chain = KeyChain::new(adapter, intake.salt.as_deref(), fleet.block_size(), tokenized.tokens);
     fleet.metrics.intake(fleet.clock.now().since(arrived));
     let live = Arc::new(Live::new(id, client_id.to_owned(), card.id.clone(), arrived, prompt));
-    Ok(Admitted { intake, live, chain, exact: tokenized.exact, excluded: lacking.clone() })
+    Ok(Admitted { intake, live, chain, further: tokenized.further, exact: tokenized.exact, excluded: lacking.clone() })
 }
 
 /// The whole body, within its limits.

@@ -58,7 +58,10 @@ const EXTENSIONS_MAX: u32 = 9;
 pub(crate) struct Admitted {
     pub(crate) intake: Intake,
     pub(crate) live: Arc<Live>,
+    /// Of the first prompt.
     pub(crate) chain: KeyChain,
+    /// Tokens of the prompts after it.
+    pub(crate) further: Vec<Vec<u32>>,
     /// The chain's tokens are the engine's, so that output tokens continue it.
     pub(crate) exact: bool,
     /// Replicas that do not serve the model.

@@ -27,6 +27,8 @@ pub(crate) const KEY_MODEL: &str = "";
 pub(crate) struct Tokenized {
     /// Of the first prompt when there are several.
     pub(crate) tokens: Vec<u32>,
+    /// Of the prompts after it.
+    pub(crate) further: Vec<Vec<u32>>,
     /// Over all prompts.
     pub(crate) count: Tokens,
     /// Of the longest prompt: what must fit a replica's context.
@@ -124,12 +126,18 @@ impl Tokenization {
 impl Tokenized {
     fn exact(tokens: Vec<u32>) -> Self {
         let count = Tokens(tokens.len() as u32);
-        Self { count, longest: count, tokens, exact: true }
+        Self { count, longest: count, tokens, further: Vec::new(), exact: true }
     }
 
     fn first_of(mut prompts: impl Iterator<Item = Self>) -> Self {
         let Some(first) = prompts.next() else { return Self::default() };
-        prompts.fold(first, |first, next| Self { count: first.count + next.count, longest: first.longest.max(next.longest), ..first })
+        prompts.fold(first, |mut all, next| {
+            all.count += next.count;
+            all.longest = all.longest.max(next.longest);
+            all.exact &= next.exact;
+            all.further.push(next.tokens);
+            all
+        })
     }
 }
 

@@ -1,5 +1,5 @@
 use std::{
-    collections::VecDeque,
+    collections::{BTreeMap, BTreeSet, VecDeque},
     sync::Arc,
     task::{Context, Poll},
 };
@@ -26,12 +26,16 @@ pub(crate) enum RunEvent {
     Lost(Loss),
 }
 
-/// The sequences of a request, one for each choice. Dropping it ends those that run.
+/// The sequences of a request, one for each choice of each prompt: they are numbered over all prompts, those of the first one first. Dropping
+/// it ends those that run.
 #[derive(Debug)]
 pub(crate) struct Run {
     fleet: Arc<Fleet>,
-    sequences: Vec<Sequence>,
+    choices_per_prompt: u32,
+    sequences: BTreeMap<u32, Sequence>,
     waiting: VecDeque<NewSequence>,
+    /// Prompts of which a choice has output.
+    begun: BTreeSet<u32>,
     events: mpsc::UnboundedReceiver<(u32, RunEvent)>,
 }
 
@@ -43,33 +47,75 @@ struct Sequence {
 }
 
 impl Run {
-    /// Starts a request of so many choices at the replica; `None` where it is not reached. The first choice begins: the others find its
-    /// prompt's blocks when it is computed, see [`Self::start_rest`].
-    pub(crate) fn start(fleet: &Arc<Fleet>, request: RequestId, replica: ReplicaId, run: &RunRequest, choices: u32) -> Option<Self> {
+    /// Starts a request of so many choices of each prompt at the replica; `None` where it is not reached. The first choice of each prompt
+    /// begins: the others find its blocks when they are computed, see [`Self::start_rest`].
+    pub(crate) fn start(
+        fleet: &Arc<Fleet>,
+        request: RequestId,
+        replica: ReplicaId,
+        prompts: &[RunRequest],
+        choices_per_prompt: u32,
+    ) -> Option<Self> {
         let (sender, events) = mpsc::unbounded_channel();
-        let prompt = Tokens(run.prompt.len() as u32);
-        let sequence = |choice| {
-            let run = RunRequest { choice_index: choice, ..run.clone() }.to_bytes().into();
-            NewSequence { request, choice, run, prompt, events: sender.clone() }
+        let mut run = Self {
+            fleet: fleet.clone(),
+            choices_per_prompt,
+            sequences: BTreeMap::new(),
+            waiting: VecDeque::new(),
+            begun: BTreeSet::new(),
+            events,
         };
-        let mut waiting: VecDeque<NewSequence> = (0..choices).map(sequence).collect();
-        let first = waiting.pop_front()?;
-        let number = fleet.with_desk(|desk, now| desk.start(replica, first, now)).ok()?;
-        Some(Self { fleet: fleet.clone(), sequences: vec![Sequence::new(number)], waiting, events })
+        for (prompt, index) in prompts.iter().zip(0..) {
+            for choice_index in 0..choices_per_prompt {
+                let new = NewSequence {
+                    request,
+                    choice: index * choices_per_prompt + choice_index,
+                    run: RunRequest { choice_index, ..prompt.clone() }.to_bytes().into(),
+                    prompt: Tokens(prompt.prompt.len() as u32),
+                    events: sender.clone(),
+                };
+                run.waiting.push_back(new);
+            }
+        }
+        let firsts = |choice: u32| choice.is_multiple_of(choices_per_prompt);
+        run.start_those(replica, firsts).then_some(run)
     }
 
-    /// Starts the choices that wait for the first one's prompt; false where the replica is not reached, and they go on waiting.
+    /// The prompt of which the choice is the first.
+    pub(crate) fn first_of(&self, choice: u32) -> Option<u32> {
+        choice.is_multiple_of(self.choices_per_prompt).then(|| choice / self.choices_per_prompt)
+    }
+
+    /// The choice has output: its prompt is computed.
+    pub(crate) fn has_begun(&mut self, choice: u32) {
+        self.begun.insert(choice / self.choices_per_prompt);
+    }
+
+    /// Starts the choices that wait for a prompt that has begun; false where the replica is not reached, and they go on waiting.
     pub(crate) fn start_rest(&mut self, replica: ReplicaId) -> bool {
-        while let Some(sequence) = self.waiting.pop_front() {
-            match self.fleet.with_desk(|desk, now| desk.start(replica, sequence, now)) {
-                Ok(number) => self.sequences.push(Sequence::new(number)),
+        let (begun, choices_per_prompt) = (self.begun.clone(), self.choices_per_prompt);
+        self.waiting.is_empty() || self.start_those(replica, |choice| begun.contains(&(choice / choices_per_prompt)))
+    }
+
+    fn start_those(&mut self, replica: ReplicaId, wanted: impl Fn(u32) -> bool) -> bool {
+        let mut reached = true;
+        for sequence in std::mem::take(&mut self.waiting) {
+            let choice = sequence.choice;
+            let started = if reached && wanted(choice) {
+                self.fleet.with_desk(|desk, now| desk.start(replica, sequence, now))
+            } else {
+                self.waiting.push_back(sequence);
+                continue;
+            };
+            match started {
+                Ok(number) => _ = self.sequences.insert(choice, Sequence::new(number)),
                 Err(sequence) => {
-                    self.waiting.push_front(sequence);
-                    return false;
+                    self.waiting.push_back(sequence);
+                    reached = false;
                 }
             }
         }
-        true
+        reached
     }
 
     /// The next event and the choice that it is of.
@@ -88,7 +134,7 @@ impl Run {
 
     /// The client is given so many entries more of the choice.
     pub(crate) fn taken(&mut self, choice: u32, entries: u32) {
-        let Some(sequence) = self.sequences.get_mut(choice as usize) else { return };
+        let Some(sequence) = self.sequences.get_mut(&choice) else { return };
         sequence.taken += entries;
         if sequence.taken >= sequence.told + TAKEN_EVERY {
             sequence.told = sequence.taken;
@@ -99,7 +145,7 @@ impl Run {
 
     /// The choice has all that its client wants.
     pub(crate) fn end(&mut self, choice: u32) {
-        if let Some(sequence) = self.sequences.get(choice as usize) {
+        if let Some(sequence) = self.sequences.get(&choice) {
             let number = sequence.number;
             self.fleet.with_desk(|desk, now| desk.end(number, now));
         }
@@ -107,7 +153,7 @@ impl Run {
 
     /// Runs a lost choice on at `replica`, from what its client has. Tells whether that replica can be told.
     pub(crate) fn go_on_at(&mut self, choice: u32, replica: ReplicaId) -> bool {
-        let Some(sequence) = self.sequences.get(choice as usize) else { return false };
+        let Some(sequence) = self.sequences.get(&choice) else { return false };
         let number = sequence.number;
         self.fleet.with_desk(|desk, now| desk.force(number, replica, now))
     }
@@ -121,7 +167,7 @@ impl Sequence {
 
 impl Drop for Run {
     fn drop(&mut self) {
-        let numbers: Vec<u64> = self.sequences.iter().map(|sequence| sequence.number).collect();
+        let numbers: Vec<u64> = self.sequences.values().map(|sequence| sequence.number).collect();
         self.fleet.with_desk(|desk, now| {
             for number in numbers {
                 desk.end(number, now);

@@ -65,18 +65,18 @@ impl Exchange {
             }
         };
         let Understood { prompts, choices, seed, priority, salt, answer, .. } = understood;
-        let Some(prompt) = prompts.into_iter().next() else { return false };
         let live = &self.admitted.live;
-        let run = RunRequest {
+        let each = prompts.into_iter().zip(0..).map(|(prompt, prompt_index)| RunRequest {
             model: live.model.clone(),
             sampling: baton_openai::sampling_to_wire(&prompt.params),
             prompt: prompt.tokens,
             seed,
+            prompt_index,
             priority,
-            salt,
+            salt: salt.clone(),
             ..RunRequest::default()
-        };
-        let Some(run) = Run::start(&self.fleet, live.id, owner.replica, &run, choices) else { return false };
+        });
+        let Some(run) = Run::start(&self.fleet, live.id, owner.replica, &each.collect::<Vec<_>>(), choices) else { return false };
         let carrying =
             Carrying { run, answer, next: BTreeMap::new(), numerics, lost: Vec::new(), lost_by: None, losses: 0, body: Vec::new() };
         self.attempt = Some(Running { engine: engine.clone(), epoch: owner.epoch, way: Way::Carried(Box::new(carrying)) });
@@ -86,8 +86,7 @@ impl Exchange {
     /// By what the engine's answers are made here, and what its bits are called, if the request can be carried at all.
     fn carrier(&self, engine: &Engine) -> Option<(Arc<baton_openai::Service>, String)> {
         let admitted = &self.admitted;
-        let one_prompt = admitted.exact && admitted.intake.prompt.count() == 1;
-        if engine.config.kind != EngineKind::Baton || !one_prompt {
+        if engine.config.kind != EngineKind::Baton || !admitted.exact {
             return None;
         }
         if engine.model(&admitted.live.model).is_some_and(|card| card.parent.is_some()) {
@@ -112,7 +111,8 @@ impl Exchange {
             model: live.model.clone(),
             system_fingerprint: Some(concat!("baton-", env!("CARGO_PKG_VERSION")).to_owned()),
         };
-        checked.with_prompts(head, vec![admitted.chain.tokens().to_vec()], fastrand::u64(..))
+        let prompts = std::iter::once(admitted.chain.tokens()).chain(admitted.further.iter().map(Vec::as_slice));
+        checked.with_prompts(head, prompts.map(<[u32]>::to_vec).collect(), fastrand::u64(..))
     }
 
     /// Takes what became known, and all that came with it.
@@ -130,11 +130,11 @@ impl Exchange {
                     }
                 }
                 RunEvent::Cached(tokens) => {
-                    if choice == 0
-                        && let Some(carrying) = self.carrying()
+                    if let Some(carrying) = self.carrying()
+                        && let Some(prompt) = carrying.run.first_of(choice)
                     {
-                        carrying.answer.set_cached(0, tokens);
-                        self.cached = Some(Tokens(tokens));
+                        carrying.answer.set_cached(prompt, tokens);
+                        self.cached = Some(Tokens(carrying.answer.counts().cached));
                     }
                 }
                 RunEvent::Moved(replica) => self.moved(replica),
@@ -171,6 +171,7 @@ impl Exchange {
         let out = if stream { self.outlet.events() } else { &mut carrying.body };
         let pushed = carrying.answer.push_entries(choice, entries, out);
         // The prompt's blocks are there now: its other choices find them.
+        carrying.run.has_begun(choice);
         let all_began = carrying.run.start_rest(replica);
         if pushed != Pushed::Running {
             carrying.run.end(choice);
@@ -270,7 +271,6 @@ impl Exchange {
         self.place_again();
     }
 
-    /// Looks for a replica that goes on with what is lost.
     /// Nobody will run it, which is what an engine says by HTTP with status 400.
     fn refused(&mut self, epoch: Epoch, why: &str) {
         self.attempt = None;
@@ -278,6 +278,7 @@ impl Exchange {
         self.session.handle(Input::Rejected { epoch }, self.fleet.clock.now());
     }
 
+    /// Looks for a replica that goes on with what is lost.
     fn place_again(&mut self) {
         self.tell_output();
         self.first_told = false;

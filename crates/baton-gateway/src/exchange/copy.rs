@@ -52,7 +52,7 @@ fn begin(fleet: &Arc<Fleet>, admitted: &Admitted, from: ReplicaId, copy: &Prefix
         salt: admitted.intake.salt.clone(),
         ..RunRequest::default()
     };
-    let run = Run::start(fleet, copy.request, from, &run, 1)?;
+    let run = Run::start(fleet, copy.request, from, &[run], 1)?;
     let reason = MoveReason::Replicate { blocks: Blocks(copy.blocks as u32) };
     Some((run, Move { request: copy.request, from, to: copy.to, tokens: prefix, way: MoveWay::Kv, reason, price }))
 }

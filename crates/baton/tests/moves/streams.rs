@@ -32,10 +32,17 @@ fn asks(fleet: &Fleet, round: u64) -> Vec<Ask> {
         Ask::completion(&format!("In the year {round}, the"), 48).with(json!({"logprobs": 2})),
         Ask::completion("One, two, three,", 48).sampled(seed + 4).whole(),
         emoji(fleet, round),
+        several(round).sampled(seed + 6),
+        several(round).sampled(seed + 7).whole(),
         // Ends by one of the commonest words, but not before its time.
         story("a garden").with(json!({"ignore_eos": false, "min_tokens": 30, "stop_token_ids": ids_of(fleet, " the")})),
         story("a machine").with(json!({"logit_bias": {ids_of(fleet, " dog")[0].to_string(): 4.0}})).sampled(seed + 5),
     ]
+}
+
+/// Two prompts with two choices each: four sequences.
+fn several(round: u64) -> Ask {
+    Ask::completion("", 24).with(json!({"prompt": [format!("In the year {round}, the"), "One, two, three,"], "n": 2}))
 }
 
 /// Characters of several tokens each, whole ones and torn ones, so that cutovers fall within them.
