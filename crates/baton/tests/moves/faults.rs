@@ -3,7 +3,7 @@
 use crate::{
     client::{Answer, Ask, Reading},
     common::{Handle, Server, signal, wait_for_stop},
-    fleet::{Fleet, Make, Ordered, SOME, report, until_empty},
+    fleet::{Fleet, Make, Ordered, SOME, counter, report, until_empty},
 };
 
 /// Whose point it is of the move from r0 to r1.
@@ -162,6 +162,33 @@ fn a_stream_outlives_its_source_or_its_target_at_every_point_of_a_move() {
 #[test]
 fn a_stream_outlives_both_sides_of_a_move() {
     all_at_once(&both_sides(), outlives);
+}
+
+/// *One owner*, by what the replicas say that they have computed: who stands still with a request has no part in it when it comes back.
+#[test]
+fn who_stood_still_with_a_request_computes_nothing_of_it_afterwards() {
+    const TOKENS: u32 = 160;
+    /// Entries of the steps before it stood still may not have left it; they are computed again elsewhere.
+    const UNDER_WAY: u64 = 2;
+    for (who, point) in [(SOURCE, "source-frozen"), (SOURCE, "source-asked"), (TARGET, "target-prepared")] {
+        let (make, fault) = (Make::cpu(), format!("{point}:stop"));
+        let environment = |index: usize| Vec::from_iter((index == who).then_some(("BATON_FAULT", fault.as_str())));
+        let fleet = Fleet::of(&make, (0..REPLICAS).map(|index| make.replica(&format!("r{index}"), &environment(index))).collect());
+        let (ask, id) = (Ask::chat("The story of a river. Write it long.", TOKENS).sampled(3), "moved");
+        let mut reading = fleet.begin_at(SOURCE, &ask, id);
+        let answer = std::thread::scope(|scope| {
+            scope.spawn(|| fleet.migrate(id, TARGET));
+            wait_for_stop(fleet.replicas[who].pid());
+            read_from_elsewhere(&fleet, id, &mut reading);
+            signal(fleet.replicas[who].pid(), libc::SIGCONT);
+            reading.read_to_end()
+        });
+        fleet.until_at_rest();
+        let computed: u64 = fleet.replicas.iter().map(|replica| counter(replica, "vllm:generation_tokens_total")).sum();
+        let delivered = answer.tokens() as u64;
+        assert!((delivered..=delivered + UNDER_WAY).contains(&computed), "{computed} computed and {delivered} delivered: {point}");
+        assert_eq!(answer, ask.answer(&fleet.replicas.last().unwrap().url, "alone"), "{point}");
+    }
 }
 
 /// The target has begun: what it was is gone at the source.

@@ -146,6 +146,50 @@ fn a_request_stays_where_its_copy_is_cut_off() {
     fleet.until_at_rest();
 }
 
+/// Nothing says so to its source, which stands still and must not for ever.
+#[test]
+fn a_request_goes_on_where_it_stands_still_when_its_last_blocks_are_cut_off() {
+    let Some(net) = Net::new(2) else { return };
+    let fleet = net.fleet(&timed(), &[(SOURCE, "source-frozen:stop")]);
+    let (ask, id) = (ask(), "cut");
+    let reading = fleet.begin_at(SOURCE, &ask, id);
+    let answer = std::thread::scope(|scope| {
+        let moved = scope.spawn(|| fleet.migrate(id, TARGET));
+        wait_for_stop(fleet.replicas[SOURCE].pid());
+        net.within(TARGET, &["link", "set", "kv", "down"]);
+        signal(fleet.replicas[SOURCE].pid(), libc::SIGCONT);
+        let answer = reading.read_to_end();
+        assert!(matches!(moved.join().unwrap(), Ordered::Stays));
+        answer
+    });
+    check(&ask, &fleet.replicas[TARGET], &answer);
+    fleet.until_at_rest();
+}
+
+/// Whether it can still be committed or not, one of the two goes on, and the one that cannot be told frees what it has.
+#[test]
+fn a_request_outlives_the_control_link_of_either_side_while_it_stands_still() {
+    for (number, who, fault) in [(3, SOURCE, "source-frozen:stop"), (4, TARGET, "target-prepared:stop")] {
+        let Some(net) = Net::new(number) else { return };
+        let fleet = net.fleet(&timed(), &[(who, fault)]);
+        let (ask, id) = (ask(), "cut");
+        let reading = fleet.begin_at(SOURCE, &ask, id);
+        let lost = &fleet.replicas[who];
+        let answer = std::thread::scope(|scope| {
+            scope.spawn(|| fleet.migrate(id, TARGET));
+            wait_for_stop(lost.pid());
+            assert!(ip(&["link", "set", &net.control_link(who), "down"]));
+            signal(lost.pid(), libc::SIGCONT);
+            reading.read_to_end()
+        });
+        check(&ask, &fleet.replicas[1 - who], &answer);
+        net.inside(who, || until_empty(lost));
+        assert!(ip(&["link", "set", &net.control_link(who), "up"]));
+        fleet.until_connected();
+        fleet.until_at_rest();
+    }
+}
+
 #[test]
 fn a_replica_that_its_gateway_cannot_reach_stops_and_frees_what_goes_on_elsewhere() {
     let Some(net) = Net::new(1) else { return };
