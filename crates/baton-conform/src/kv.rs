@@ -447,6 +447,21 @@ impl Going {
         Ok(self.writer.block(header, bytes).await?)
     }
 
+    pub(crate) fn block_bytes(&self) -> u64 {
+        self.block_bytes
+    }
+
+    /// Sends a block again and again, whatever it may. False where the target ends the connection meanwhile.
+    pub(crate) async fn heedless(&mut self, index: u32, tokens: u32, bytes: &[u8], times: u64) -> bool {
+        let header = BlockHeader { index, tokens, checksum: xxh3_64(bytes) };
+        for _ in 0..times {
+            if self.writer.block(header, bytes).await.is_err() {
+                return false;
+            }
+        }
+        true
+    }
+
     pub(crate) async fn blocks(&mut self, brought: &Brought, from: u32) -> Checked {
         for (&index, (tokens, bytes)) in brought.blocks.range(from..) {
             self.block(index, *tokens, bytes).await?;
@@ -512,6 +527,21 @@ impl Brought {
 
     pub(crate) fn next(&self) -> u32 {
         self.entries.len() as u32
+    }
+
+    /// Of a full one.
+    pub(crate) fn tokens_of_block(&self) -> usize {
+        self.blocks.values().map(|(tokens, _)| *tokens as usize).max().unwrap_or(1)
+    }
+
+    /// Another token stands at this place of the prompt; the keys stay.
+    pub(crate) fn change_prompt(&mut self, at: usize) -> Checked {
+        let mut run = run_of(&self.plan)?;
+        for tokens in [&mut run.prompt, &mut self.plan.tokens] {
+            tokens[at] ^= 1;
+        }
+        self.plan.request = run.to_bytes();
+        Ok(())
     }
 }
 

@@ -99,6 +99,24 @@ impl Arrival {
         self.gateway.stopped(self.place, SEQUENCE).await.map(drop)
     }
 
+    /// When the connection has ended another one may come.
+    async fn lets_go(mut self) -> Checked {
+        self.gateway.tell(self.place, SEQUENCE, ToSeat::Stop { upto: ATTEMPT }).await?;
+        self.gateway.stopped(self.place, SEQUENCE).await?;
+        self.going.given_up().await
+    }
+
+    /// The gateway attaches again and is told of the request in this phase.
+    async fn told_again(&mut self, suite: &Suite, phase: Phase) -> Checked {
+        let (gateway, _) = suite.attached_as(self.gateway.name).await?;
+        self.gateway = gateway;
+        let held = self.gateway.all_held().await?;
+        let [(request, told, tag, _)] = held[..] else { return failed(format!("one request was to be held, and {held:?} are")) };
+        let wanted = (self.gateway.request(SEQUENCE), phase, ATTEMPT);
+        demand!((request, told, tag) == wanted, "{request} is told as {told:?} under {tag}, and {wanted:?} was due");
+        Ok(())
+    }
+
     /// It goes on as if it had always been here.
     async fn starts(mut self, suite: &Suite) -> Checked {
         let spec = suite.sampled(suite.options.output);
@@ -254,4 +272,83 @@ pub(super) async fn stays_prepared(suite: &Suite) -> Checked {
     arrival.going.hang_up().await?;
     arrival.withdraws().await?;
     arrival.starts(suite).await
+}
+
+pub(super) async fn no_credit(suite: &Suite) -> Checked {
+    /// A target that gives so much at once may have given it all.
+    const BLOCKS_MAX: u64 = 4096;
+    let mut arrival = opened(suite, luggage(suite).await?, |_| {}).await?;
+    arrival.going.have().await?;
+    let blocks = (4 * arrival.going.credit / arrival.going.block_bytes()).min(BLOCKS_MAX);
+    let (&index, (tokens, bytes)) = arrival.brought.blocks.first_key_value().expect("a prompt has a block");
+    let all_went = arrival.going.heedless(index, *tokens, bytes, blocks).await;
+    // It may have given credit as fast as blocks came.
+    let brought = if all_went { arrival.going.blocks(&arrival.brought, 0).await } else { failed("it ended") };
+    let taken = match brought {
+        Ok(()) => arrival.going.state(&arrival.brought).await.is_ok() && arrival.going.prepared().await.is_ok(),
+        Err(_) => false,
+    };
+    if taken {
+        arrival.starts(suite).await?;
+    } else {
+        arrival.withdraws_and_stops().await?;
+    }
+    suite.lives().await
+}
+
+pub(super) async fn silent(suite: &Suite) -> Checked {
+    /// Of the request of which nothing more is said.
+    const SILENT: u64 = SEQUENCE + 7;
+    let (mut gateway, place) = suite.attached().await?;
+    let identity = suite.like(gateway.hello(place), None);
+    let source = identity.hello.place();
+    announce(&mut gateway, place, SILENT, ATTEMPT, source, NONCE).await?;
+    // One that is introduced, and one that has opened its attempt.
+    let mut introduced = Going::dial(suite, gateway.hello(place), &identity).await?;
+    let mut opened = Going::dial(suite, gateway.hello(place), &identity).await?;
+    let request = gateway.request(SILENT);
+    opened.say(&KvFrame::Open { request, attempt: ATTEMPT, source, target: place, nonce: NONCE }).await?;
+    prepared(suite).await?.starts(suite).await?;
+    if suite.options.long {
+        introduced.given_up().await?;
+        opened.given_up().await?;
+    }
+    let held = suite.attached_as(gateway.name).await?.0.all_held().await?;
+    demand!(held.is_empty(), "{held:?} are held of a source that brought nothing");
+    suite.lives().await
+}
+
+pub(super) async fn other_tokens(suite: &Suite) -> Checked {
+    let spec = RunRequest { salt: Some(format!("{:x}", random()?)), ..suite.sampled(suite.options.output) };
+    let brought = brought(suite, &spec).await?;
+    let size = brought.tokens_of_block();
+    if brought.plan.keys.len() < 2 || spec.prompt.len() < 2 * size {
+        return skipped("the prompt has no two full blocks; give a longer --prompt");
+    }
+    let mut arrival = opened(suite, brought.clone(), |_| {}).await?;
+    let held = arrival.going.have().await?;
+    arrival.lets_go().await?;
+    if held < 2 {
+        return skipped("the replica keeps no prefix");
+    }
+    for at in [0, size] {
+        let mut other = brought.clone();
+        other.change_prompt(at)?;
+        let mut arrival = opened(suite, other, |_| {}).await?;
+        let (held, same) = (arrival.going.have().await?, (at / size) as u32);
+        demand!(held <= same, "{held} blocks are counted as held, and only {same} have the tokens of the plan");
+        arrival.lets_go().await?;
+    }
+    Ok(())
+}
+
+pub(super) async fn told_in_each_phase(suite: &Suite) -> Checked {
+    let mut arrival = opened(suite, luggage(suite).await?, |_| {}).await?;
+    arrival.going.have().await?;
+    arrival.told_again(suite, Phase::Preparing).await?;
+    arrival.going.hang_up().await?;
+    arrival.withdraws().await?;
+    arrival.told_again(suite, Phase::Withdrawing).await?;
+    // It asks again.
+    arrival.withdraws_and_stops().await
 }

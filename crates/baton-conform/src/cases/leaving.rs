@@ -13,6 +13,15 @@ use crate::{
 /// Blocks that may be under way.
 const AHEAD: u64 = 4;
 
+/// As far as the first block, and no other may come.
+async fn copying(suite: &Suite) -> Checked<Departure> {
+    let mut departure = Departure::begin(suite, &suite.sampled(suite.options.output)).await?;
+    let bytes = departure.coming.block_bytes();
+    departure.coming.say(&KvFrame::Have { blocks: HeldBlocks { held: 0 }, credit: bytes }).await?;
+    departure.coming.next().await?;
+    Ok(departure)
+}
+
 /// As far as the source has asked to commit, with this many entries.
 async fn asked(suite: &Suite) -> Checked<(Departure, u32)> {
     let mut departure = Departure::begin(suite, &suite.sampled(suite.options.output)).await?;
@@ -129,10 +138,7 @@ pub(super) async fn refused(suite: &Suite) -> Checked {
 
 pub(super) async fn aborted(suite: &Suite) -> Checked {
     let spec = suite.sampled(suite.options.output);
-    let mut departure = Departure::begin(suite, &spec).await?;
-    let bytes = departure.coming.block_bytes();
-    departure.coming.say(&KvFrame::Have { blocks: HeldBlocks { held: 0 }, credit: bytes }).await?;
-    departure.coming.next().await?;
+    let mut departure = copying(suite).await?;
     let reason = "the roof leaks";
     departure.coming.say(&KvFrame::Abort { why: reason.to_owned() }).await?;
     let why = departure.stays(suite, &spec).await?;
@@ -142,10 +148,7 @@ pub(super) async fn aborted(suite: &Suite) -> Checked {
 
 pub(super) async fn connection_lost(suite: &Suite) -> Checked {
     let spec = suite.sampled(suite.options.output);
-    let mut departure = Departure::begin(suite, &spec).await?;
-    let bytes = departure.coming.block_bytes();
-    departure.coming.say(&KvFrame::Have { blocks: HeldBlocks { held: 0 }, credit: bytes }).await?;
-    departure.coming.next().await?;
+    let mut departure = copying(suite).await?;
     departure.coming.hang_up().await?;
     departure.stays(suite, &spec).await.map(drop)
 }
@@ -204,10 +207,7 @@ pub(super) async fn other_epoch(suite: &Suite) -> Checked {
 }
 
 pub(super) async fn stopped(suite: &Suite) -> Checked {
-    let mut departure = Departure::begin(suite, &suite.sampled(suite.options.output)).await?;
-    let bytes = departure.coming.block_bytes();
-    departure.coming.say(&KvFrame::Have { blocks: HeldBlocks { held: 0 }, credit: bytes }).await?;
-    departure.coming.next().await?;
+    let mut departure = copying(suite).await?;
     departure.gateway.end(&departure.stream).await?;
     departure.coming.ended().await
 }
@@ -220,4 +220,80 @@ pub(super) async fn taken_back(suite: &Suite) -> Checked {
     departure.gateway.start(&departure.stream, &delivered, &spec).await?;
     departure.coming.ended().await?;
     departure.goes_on(suite, &spec).await
+}
+
+/// ABORTED for the attempt.
+async fn is_over(departure: &mut Departure, attempt: Tag) -> Checked {
+    let (wanted, (message, why)) = (ToGateway::Aborted { epoch: departure.stream.epoch, attempt }, departure.answer().await?);
+    demand!(message == wanted, "{wanted:?} was due, and {message:?} came {why}");
+    Ok(())
+}
+
+pub(super) async fn no_while_copying(suite: &Suite) -> Checked {
+    let mut departure = copying(suite).await?;
+    let attempt = departure.coming.attempt;
+    no(&mut departure).await?;
+    is_over(&mut departure, attempt).await?;
+    departure.coming.ended().await?;
+    // The answer may have been lost.
+    no(&mut departure).await?;
+    departure.stays(suite, &suite.sampled(suite.options.output)).await.map(drop)
+}
+
+pub(super) async fn no_while_frozen(suite: &Suite) -> Checked {
+    let mut departure = Departure::begin(suite, &suite.sampled(suite.options.output)).await?;
+    departure.coming.take(0, AHEAD).await?;
+    no(&mut departure).await?;
+    departure.stays(suite, &suite.sampled(suite.options.output)).await.map(drop)
+}
+
+pub(super) async fn no_before_move(suite: &Suite) -> Checked {
+    let spec = suite.sampled(suite.options.output);
+    let mut departure = Departure::begin(suite, &spec).await?;
+    let first = departure.coming.attempt;
+    departure.coming.say(&KvFrame::Refuse(Refusal::Other("try again".to_owned()))).await?;
+    is_over(&mut departure, first).await?;
+    let (over, next) = (Tag(first.0 + 1), Tag(first.0 + 2));
+    let (place, sequence, epoch) = (departure.stream.at, departure.stream.sequence, departure.stream.epoch);
+    departure.gateway.tell(place, sequence, ToSeat::No { epoch, attempt: over }).await?;
+    is_over(&mut departure, over).await?;
+    let Departure { gateway, stream, target, .. } = &mut departure;
+    for attempt in [over, next] {
+        gateway.move_to(stream, attempt, target.place, &target.to()?).await?;
+    }
+    departure.comes_as(next).await?;
+    departure.coming.say(&KvFrame::Refuse(Refusal::Other("no more".to_owned()))).await?;
+    departure.stays(suite, &spec).await.map(drop)
+}
+
+/// The gateway attaches again and is told of the request in this phase. Gives its entries.
+async fn told_again(suite: &Suite, departure: &mut Departure, phase: Phase) -> Checked<u32> {
+    let (mut gateway, place) = suite.attached_as(departure.gateway.name).await?;
+    let held = gateway.all_held().await?;
+    let [(request, told, tag, entries)] = held[..] else { return failed(format!("one request was to be held, and {held:?} are")) };
+    let (sequence, epoch) = (departure.stream.sequence, departure.stream.epoch);
+    let wanted = (gateway.request(sequence), phase, epoch);
+    demand!((request, told, tag) == wanted, "{request} is told as {told:?} under {tag}, and {wanted:?} was due");
+    departure.stream.was_reattached = true;
+    gateway.tell(place, sequence, ToSeat::Keep { epoch, next: departure.stream.next() }).await?;
+    departure.gateway = gateway;
+    Ok(entries)
+}
+
+pub(super) async fn told_in_each_phase(suite: &Suite) -> Checked {
+    let mut departure = Departure::begin(suite, &suite.sampled(suite.options.output)).await?;
+    told_again(suite, &mut departure, Phase::Copying).await?;
+    let brought = departure.coming.take(0, AHEAD).await?;
+    let entries = told_again(suite, &mut departure, Phase::Frozen).await?;
+    demand!(entries == brought.next(), "{entries} entries stand still, and {} were brought", brought.next());
+    // Those that went to the older connection come again, and before the question that counts them.
+    departure.gateway.entries(&mut departure.stream, entries).await?;
+    departure.coming.say(&KvFrame::Prepared { entries }).await?;
+    let frozen = departure.asked().await?;
+    no(&mut departure).await?;
+    asks_to_stay(&mut departure, frozen).await?;
+    let entries = told_again(suite, &mut departure, Phase::Reclaiming).await?;
+    demand!(entries == frozen, "{entries} entries are held, and {frozen} were asked for");
+    asks_to_stay(&mut departure, frozen).await?;
+    resume(suite, departure).await
 }

@@ -7,7 +7,7 @@ use baton_migration::{LostClass, Phase, Tag, ToGateway, ToSeat};
 use baton_wire::migration::{ControlFrame, HeldBlocks, KvFrame, OutputEntry};
 
 use crate::{
-    proxy::{Change, Mutant, Proxy},
+    proxy::{Change, KvChange, Mutant, Proxy},
     replica::{Fleet, MODEL},
 };
 
@@ -19,12 +19,39 @@ fn passes(frame: ControlFrame) -> Option<ControlFrame> {
     Some(frame)
 }
 
+#[allow(clippy::unnecessary_wraps, reason = "it is one of the changes")]
+fn passes_to_sources(frame: KvFrame, _before: u32) -> Option<KvFrame> {
+    Some(frame)
+}
+
 const fn says(says: Change) -> Mutant {
-    Mutant { hears: passes, says }
+    Mutant { hears: passes, says, says_to_sources: passes_to_sources }
 }
 
 const fn hears(hears: Change) -> Mutant {
-    Mutant { hears, says: passes }
+    Mutant { hears, says: passes, says_to_sources: passes_to_sources }
+}
+
+const fn says_to_sources(says_to_sources: KvChange) -> Mutant {
+    Mutant { hears: passes, says: passes, says_to_sources }
+}
+
+fn asks_nothing(frame: ControlFrame) -> Option<ControlFrame> {
+    told(frame, |message| Some(message).filter(|message| !matches!(message, ToGateway::Withdraw { .. })))
+}
+
+fn prepares_nothing(frame: KvFrame, _before: u32) -> Option<KvFrame> {
+    Some(frame).filter(|frame| !matches!(frame, KvFrame::Prepared { .. }))
+}
+
+/// Tells a request of this phase as a running one.
+fn told_as_running(frame: ControlFrame, hidden: Phase) -> ControlFrame {
+    match frame {
+        ControlFrame::Holds { request, phase, tag, entries } if phase == hidden => {
+            ControlFrame::Holds { request, phase: Phase::Running, tag, entries }
+        }
+        other => other,
+    }
 }
 
 /// With another message where `change` gives one; none loses it.
@@ -98,11 +125,7 @@ const MUTANTS: &[(&str, Mutant, &str)] = &[
         }),
         "KEEP goes on and brings",
     ),
-    (
-        "never asks whether a request still comes",
-        says(|frame| told(frame, |message| Some(message).filter(|message| !matches!(message, ToGateway::Withdraw { .. })))),
-        "a source that leaves before STATE",
-    ),
+    ("never asks whether a request still comes", says(asks_nothing), "a source that leaves before STATE"),
     (
         "does not wait for acknowledgements",
         hears(|frame| {
@@ -210,6 +233,65 @@ const MUTANTS: &[(&str, Mutant, &str)] = &[
         "tells SCHEDULED to nobody",
         says(|frame| (!matches!(frame, ControlFrame::Scheduled { .. })).then_some(frame)),
         "SCHEDULED comes once",
+    ),
+    (
+        "copies on although it is told NO",
+        hears(|frame| ordered(frame, |message| Some(message).filter(|message| !matches!(message, ToSeat::No { .. })))),
+        "NO during the copy",
+    ),
+    (
+        "asks to stay where it need only go on",
+        says(|frame| {
+            told(frame, |message| {
+                Some(match message {
+                    ToGateway::Aborted { epoch, attempt } => ToGateway::CommitSource { epoch, attempt, frozen: 0 },
+                    other => other,
+                })
+            })
+        }),
+        "NO while the source stands still",
+    ),
+    (
+        "takes NO for that of an older attempt",
+        hears(|frame| {
+            ordered(frame, |message| {
+                Some(match message {
+                    ToSeat::No { epoch, attempt } => ToSeat::No { epoch, attempt: Tag(attempt.0 - 1) },
+                    other => other,
+                })
+            })
+        }),
+        "NO before its MOVE",
+    ),
+    ("hides that it copies", says(|frame| Some(told_as_running(frame, Phase::Copying))), "what is on its way is told"),
+    ("hides that it stands still", says(|frame| Some(told_as_running(frame, Phase::Frozen))), "what is on its way is told"),
+    ("hides that it asks to stay", says(|frame| Some(told_as_running(frame, Phase::Reclaiming))), "what is on its way is told"),
+    ("hides what it has room for", says(|frame| Some(told_as_running(frame, Phase::Preparing))), "what may come is told"),
+    ("hides what it asked after", says(|frame| Some(told_as_running(frame, Phase::Withdrawing))), "what may come is told"),
+    (
+        "answers STATE once",
+        says_to_sources(|frame, before| Some(frame).filter(|frame| before == 0 || !matches!(frame, KvFrame::Prepared { .. }))),
+        "STATE again is answered the same",
+    ),
+    (
+        "counts as held whatever has the key of a block that it holds",
+        says_to_sources(|frame, _| {
+            Some(match frame {
+                KvFrame::Have { blocks, credit } => KvFrame::Have { blocks: HeldBlocks { held: blocks.held.max(2) }, credit },
+                other => other,
+            })
+        }),
+        "other tokens under the same keys",
+    ),
+    (
+        "neither takes what it gave no credit for nor lets go of it",
+        Mutant { hears: passes, says: asks_nothing, says_to_sources: prepares_nothing },
+        "heeds no credit",
+    ),
+    (
+        "expects nobody while another one says nothing",
+        hears(|frame| Some(frame).filter(|frame| !matches!(frame, ControlFrame::Expect { request, .. } if request.sequence == 1))),
+        "a source that says nothing",
     ),
     (
         "moves nothing that moved before",
