@@ -247,7 +247,7 @@ impl Router {
             .filter_map(|request| self.flights.get(request))
             .map(|flight| {
                 let left = (self.mean_output - f64::from(flight.output)).max(1.0);
-                let start = if flight.started { 0.0 } else { replica.ledger.backlog_ms() };
+                let start = if flight.decodes() { 0.0 } else { replica.ledger.backlog_ms() };
                 (start + left * step_ms, Blocks(flight.keys.len() as u32 + flight.private_blocks))
             })
             .collect();

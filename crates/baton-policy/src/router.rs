@@ -107,6 +107,8 @@ pub(crate) struct Flight {
     sent_at: Time,
     /// Its first token came.
     pub(crate) started: bool,
+    /// It moved by its tokens alone, and its target has not yet computed a token.
+    resumes: bool,
     /// Its engine told how much of the prompt it had.
     hit_told: bool,
     pub(crate) output: u32,
@@ -114,6 +116,13 @@ pub(crate) struct Flight {
     pub(crate) private_blocks: u32,
     attributes: Attributes,
     copy: bool,
+}
+
+impl Flight {
+    /// Its replica has computed what came before its next token.
+    pub(crate) fn decodes(&self) -> bool {
+        self.started && !self.resumes
+    }
 }
 
 impl Router {
@@ -412,13 +421,18 @@ impl Router {
         flight.output += count;
         self.programs.output(flight.attributes.program, count, now);
         let before = flight.private_blocks;
+        let resumed = count > 0 && std::mem::take(&mut flight.resumes);
         if let Some(replica) = live_replica(&mut self.replicas, flight) {
             flight.private_blocks = private_blocks(&replica.spec, flight.prompt, flight.keys.len(), flight.output);
             replica.private_blocks = replica.private_blocks + flight.private_blocks - before;
-            if flight.started {
+            if resumed {
+                replica.advance(now);
+                replica.first_token(request, Tokens(flight.prompt.0 + flight.output));
+            } else if flight.decodes() {
                 replica.context += u64::from(count);
             }
         }
+        self.held.stale |= resumed;
         let output = flight.output;
         self.log.update(request, |record| record.realised.output_tokens = output);
     }
@@ -450,7 +464,7 @@ impl Router {
             if done && !flight.copy {
                 replica.responded(took);
             }
-            let computed = !dead && (done || flight.started);
+            let computed = !dead && (done || flight.decodes());
             self.make_room(all.len(), now);
             self.index.unpin(flight.replica, &flight.keys, if dead { &[] } else { &all }, computed, now);
             if !dead && !computed {
@@ -764,6 +778,7 @@ impl Router {
             session: arrival.session,
             sent_at: now,
             started: false,
+            resumes: false,
             hit_told: false,
             output: 0,
             private_blocks: 0,
@@ -789,6 +804,7 @@ impl Router {
             session: None,
             sent_at: now,
             started: false,
+            resumes: false,
             hit_told: false,
             output: 0,
             private_blocks: 0,
@@ -858,7 +874,7 @@ fn live_replica<'a>(replicas: &'a mut Replicas, flight: &Flight) -> Option<&'a m
 fn end_flight(replica: &mut Replica, request: RequestId, flight: &Flight) {
     replica.flights.retain(|other| *other != request);
     replica.private_blocks -= flight.private_blocks;
-    if flight.started {
+    if flight.decodes() {
         replica.decoding -= 1;
         replica.context -= u64::from(flight.prompt.0 + flight.output);
     } else {

@@ -93,6 +93,34 @@ fn a_move_takes_all_that_was_booked_along() {
     assert!(books(&router, at(600.0)).iter().all(|books| *books == (0, 0, 0, Blocks(1000))));
 }
 
+/// By its tokens alone it decodes nowhere until the target's first token: prompt and output are prefill there, less what its cache has.
+#[test]
+fn a_move_without_kv_books_its_prefill_at_the_target() {
+    let mut router = router(2);
+    send(&mut router, 1, 1, 4096, 0, 2, at(0.0));
+    router.first_token(RequestId(1), Some(Tokens(0)), at(150.0));
+    router.output_tokens(RequestId(1), 900, at(5000.0));
+    let decoding = books(&router, at(5000.0))[0];
+    assert!(router.moved_anew(RequestId(1), ReplicaId(1), at(5000.0)));
+    let prefill_ms = |tokens: u32, held: u32| {
+        spec(0, 1).step.prefill_chunked_ms(Tokens(tokens - held), Tokens(held), Tokens(2048)).round() as u64
+    };
+    assert_eq!(books(&router, at(5000.0)), [(0, 0, 0, Blocks(1000)), (prefill_ms(4996, 0), 1, 1, decoding.3)]);
+    let there = facts(&router, at(5000.0)).replicas.remove(1);
+    assert!(there.running[0].prefilling, "{there:?}");
+    // Back to where its prompt is still cached, before it was computed.
+    assert!(router.moved_anew(RequestId(1), ReplicaId(0), at(5000.0)));
+    assert_eq!(books(&router, at(5000.0)), [(prefill_ms(4996, 4096), 1, 1, decoding.3), (0, 0, 0, Blocks(1000))]);
+    assert_eq!(router.index().matches(&keys(1, 4096)), [256, 0], "it computed nothing there");
+    // Its next token, not the first one again, ends the prefill.
+    router.first_token(RequestId(1), None, at(5050.0));
+    assert_eq!(books(&router, at(5000.0))[0].2, 1);
+    router.output_tokens(RequestId(1), 1, at(5050.0));
+    assert_eq!(books(&router, at(5050.0))[0], decoding);
+    router.finished(RequestId(1), Outcome::Finished, None, at(6000.0));
+    assert!(books(&router, at(6000.0)).iter().all(|books| *books == (0, 0, 0, Blocks(1000))));
+}
+
 #[test]
 fn what_cannot_be_a_move_changes_nothing() {
     let mut router = router(3);
@@ -166,6 +194,7 @@ enum Step {
     First(usize),
     Output(usize, u32),
     Move(usize, u32),
+    Anew(usize, u32),
     End(usize, Outcome),
     Restart(u32),
     Die(u32),
@@ -178,6 +207,7 @@ fn any_step() -> impl Strategy<Value = Step> {
         3 => (0usize..20).prop_map(Step::First),
         3 => (0usize..20, 1u32..60).prop_map(|(place, count)| Step::Output(place, count)),
         4 => (0usize..20, 0u32..3).prop_map(|(place, to)| Step::Move(place, to)),
+        2 => (0usize..20, 0u32..3).prop_map(|(place, to)| Step::Anew(place, to)),
         2 => (0usize..20, outcome).prop_map(|(place, outcome)| Step::End(place, outcome)),
         1 => (0u32..3).prop_map(Step::Restart),
         1 => (0u32..3).prop_map(Step::Die),
@@ -215,6 +245,7 @@ proptest! {
                 Step::First(place) => if let Some(request) = pick(&live, place) { router.first_token(request, None, now) },
                 Step::Output(place, count) => if let Some(request) = pick(&live, place) { router.output_tokens(request, count, now) },
                 Step::Move(place, to) => if let Some(request) = pick(&live, place) { router.moved(request, ReplicaId(to), now); },
+                Step::Anew(place, to) => if let Some(request) = pick(&live, place) { router.moved_anew(request, ReplicaId(to), now); },
                 Step::End(place, outcome) => if let Some(request) = pick(&live, place) {
                     router.finished(request, outcome, None, now);
                     live.retain(|other| *other != request);

@@ -420,7 +420,7 @@ impl Desk {
         sequence.moving = Some(Moving { record, nonce, since: now, last_before, committed: anew });
         if anew {
             // From its tokens, with what its client has; its source lets go when it has begun there.
-            sequence.say(RunEvent::Moved(decided.to));
+            sequence.say(RunEvent::Anew(decided.to));
             return self.tell(OwnersInput::Force { sequence: number, owner: target }, now);
         }
         self.tell(OwnersInput::Move { sequence: number, target }, now);

@@ -22,6 +22,8 @@ pub(crate) enum RunEvent {
     Cached(u32),
     /// It goes on at another replica, with all that it had.
     Moved(ReplicaId),
+    /// It goes on at another replica from its tokens, those before this event.
+    Anew(ReplicaId),
     /// Nobody runs it until [`Run::go_on_at`].
     Lost(Loss),
 }

@@ -138,6 +138,7 @@ impl Exchange {
                     }
                 }
                 RunEvent::Moved(replica) => self.moved(replica),
+                RunEvent::Anew(replica) => self.moved_anew(replica),
                 RunEvent::Lost(loss) => self.lost(choice, &loss),
             }
         }
@@ -222,6 +223,14 @@ impl Exchange {
         self.session.handle(Input::Moved { epoch, replica }, self.fleet.clock.now());
         self.admitted.live.set(LiveState::Decode, Some(replica));
         self.last_replica = Some(replica);
+    }
+
+    /// The request is computed again at another replica. What came before is booked before the move, since the next token ends its prefill.
+    fn moved_anew(&mut self, replica: ReplicaId) {
+        self.tell_output();
+        let request = self.admitted.live.id;
+        self.fleet.with_router(|router, now| router.moved_anew(request, replica, now));
+        self.moved(replica);
     }
 
     /// Nobody runs a choice any more.

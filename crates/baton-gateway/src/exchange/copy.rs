@@ -83,7 +83,7 @@ async fn arrive(fleet: &Fleet, run: &mut Run, decided: Move) -> bool {
         let (_, event) = poll_fn(|context| run.poll_next(context)).await;
         match event {
             RunEvent::Lost(_) => return false,
-            RunEvent::Cached(_) | RunEvent::Moved(_) => {}
+            RunEvent::Cached(_) | RunEvent::Moved(_) | RunEvent::Anew(_) => {}
             RunEvent::Entry(_) if told.is_none() => {
                 let (tell, receiver) = oneshot::channel();
                 if fleet.with_desk(|desk, now| desk.depart(decided.clone(), Some(tell), now)).is_err() {

@@ -62,7 +62,7 @@ impl Programs {
 struct Room {
     blocks: f64,
     places: u32,
-    /// Somebody waits; whoever has not started waits behind.
+    /// Somebody waits; whoever does not decode waits behind.
     queued: bool,
 }
 
@@ -112,7 +112,7 @@ impl Router {
         let (mut running, mut waiting) = (Vec::new(), Vec::new());
         for (request, flight) in flights {
             let own = part * flight.keys.len() as f64 + f64::from(flight.private_blocks);
-            if room.admits(own, flight.started, terms.watermark) {
+            if room.admits(own, flight.decodes(), terms.watermark) {
                 running.push(flight.as_running(request, Blocks(own.ceil() as u32)));
             } else {
                 waiting.push(flight.as_waiting(request, Blocks(own.ceil() as u32)));
@@ -142,6 +142,16 @@ impl Router {
     /// source's cache if it was computed. False, and nothing changes, where the request is not in flight, is there already, or `to` is
     /// dead or not in the fleet.
     pub fn moved(&mut self, request: RequestId, to: ReplicaId, now: Time) -> bool {
+        self.relocate(request, to, false, now)
+    }
+
+    /// As [`Self::moved`], by its tokens alone: what the target lacks of prompt and output is booked there as prefill until its next
+    /// token.
+    pub fn moved_anew(&mut self, request: RequestId, to: ReplicaId, now: Time) -> bool {
+        self.relocate(request, to, true, now)
+    }
+
+    fn relocate(&mut self, request: RequestId, to: ReplicaId, anew: bool, now: Time) -> bool {
         self.keep_books();
         let Some(target) = self.replicas.get(to).filter(|target| target.state != ReplicaState::Dead) else { return false };
         let incarnation = target.spec.incarnation;
@@ -155,8 +165,9 @@ impl Router {
             source.advance(now);
             end_flight(source, request, &flight);
             let dead = source.state == ReplicaState::Dead;
-            self.index.unpin(flight.replica, &flight.keys, if dead { &[] } else { &flight.keys }, !dead && flight.started, now);
-            if !dead && !flight.started {
+            let computed = !dead && flight.decodes();
+            self.index.unpin(flight.replica, &flight.keys, if dead { &[] } else { &flight.keys }, computed, now);
+            if !dead && !computed {
                 self.index.forget_unused(flight.replica, &flight.keys[flight.depth as usize..]);
             }
             self.trim(flight.replica, now);
@@ -171,12 +182,14 @@ impl Router {
         flight.private_blocks = private_blocks(&target.spec, flight.prompt, flight.keys.len(), flight.output.max(1));
         target.flights.push(request);
         target.private_blocks += flight.private_blocks;
-        if flight.started {
+        flight.resumes |= anew && flight.started;
+        let tokens = flight.prompt + Tokens(flight.output);
+        if flight.decodes() {
             target.decoding += 1;
-            target.context += u64::from(flight.prompt.0 + flight.output);
+            target.context += u64::from(tokens.0);
         } else {
-            let prefill_ms = target.prefill_ms(flight.prompt, target.hit_tokens(flight.depth, flight.prompt));
-            target.ledger.add(request, prefill_ms, flight.prompt, now);
+            let prefill_ms = target.prefill_ms(tokens, target.hit_tokens(flight.depth, tokens));
+            target.ledger.add(request, prefill_ms, tokens, now);
         }
         self.chains.relocate(flight.session, &flight.keys, to);
         self.make_room(flight.keys.len(), now);
@@ -189,9 +202,9 @@ impl Router {
 
 impl Room {
     /// Takes what a request wants, if it is not one that waits.
-    fn admits(&mut self, blocks: f64, started: bool, watermark: Blocks) -> bool {
-        let reserve = if started { 0.0 } else { watermark.as_f64() };
-        let runs = self.places > 0 && blocks + reserve <= self.blocks && (started || !self.queued);
+    fn admits(&mut self, blocks: f64, decodes: bool, watermark: Blocks) -> bool {
+        let reserve = if decodes { 0.0 } else { watermark.as_f64() };
+        let runs = self.places > 0 && blocks + reserve <= self.blocks && (decodes || !self.queued);
         if runs {
             self.blocks -= blocks;
             self.places -= 1;
@@ -203,6 +216,11 @@ impl Room {
 }
 
 impl Flight {
+    /// Output that its client's bound still allows.
+    fn left_at_most(&self) -> Option<Tokens> {
+        self.attributes.max_output.map(|most| most.saturating_sub(Tokens(self.output)))
+    }
+
     fn as_running(&self, request: RequestId, blocks: Blocks) -> RunningFacts {
         RunningFacts {
             request,
@@ -211,8 +229,8 @@ impl Flight {
             priority: self.attributes.priority,
             program: self.attributes.program,
             started_at: self.sent_at,
-            left_at_most: self.attributes.max_output.map(|most| most.saturating_sub(Tokens(self.output))),
-            prefilling: !self.started,
+            left_at_most: self.left_at_most(),
+            prefilling: !self.decodes(),
             movable: !self.copy,
         }
     }

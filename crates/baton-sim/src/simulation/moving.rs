@@ -383,7 +383,10 @@ impl Simulation<'_> {
     fn commit(&mut self, request: RequestId, state: Box<SequenceState>, now: Time) {
         let attempt = &self.moving_mut().attempts[&request];
         let (way, from, to) = (attempt.way, attempt.from, attempt.to);
-        if !self.lives(to.0, to.1) || !self.router.moved(request, ReplicaId(to.0 as u32), now) {
+        let target = ReplicaId(to.0 as u32);
+        let is_booked = self.lives(to.0, to.1)
+            && if way == MoveWay::Kv { self.router.moved(request, target, now) } else { self.router.moved_anew(request, target, now) };
+        if !is_booked {
             if way != MoveWay::Kv {
                 // It left its queue and has nowhere else to go.
                 self.after(self.scenario.requests.delay, request, from, Stage::Resume(state), now);

@@ -96,6 +96,7 @@ impl Bench {
                 RunEvent::Entry(OutputEntry::Finish(_)) => format!("{choice}: finish"),
                 RunEvent::Cached(tokens) => format!("{choice}: {tokens} cached"),
                 RunEvent::Moved(replica) => format!("{choice}: at {replica}"),
+                RunEvent::Anew(replica) => format!("{choice}: anew at {replica}"),
                 RunEvent::Lost(loss) => format!(
                     "{choice}: lost, {}{}",
                     loss.why,
@@ -278,7 +279,7 @@ fn a_request_that_goes_by_its_tokens_begins_anew_with_what_it_has() {
     assert_eq!(delivered.len(), 1);
     let epoch = epoch.0;
     bench.output(1, sequence, epoch, 1, token(41));
-    assert_eq!(bench.told(), ["0: 40", "0: at r1", "0: 41"]);
+    assert_eq!(bench.told(), ["0: 40", "0: anew at r1", "0: 41"]);
     assert_eq!(bench.arrived(), [ReplicaId(1)]);
     assert_eq!(bench.desk.moves(9)[0].outcome, MoveOutcome::Continued);
 }
