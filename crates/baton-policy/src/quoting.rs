@@ -1,5 +1,6 @@
 use std::time::Duration;
 
+use baton_cost::StepLoad;
 use baton_units::{Blocks, DurationMs, ReplicaId, Time, Tokens};
 
 use crate::{
@@ -202,25 +203,32 @@ impl Router {
         last * victims as f64 / looked_at as f64
     }
 
-    /// By how much the time between tokens grows for those who decode there, summed over them: what the request's prefill steps and
-    /// its slowing of later steps push a resident's last token back, over the resident's tokens. So a token is a token: a millisecond
-    /// before each next one of a running stream counts like a millisecond before a first one. Numbers of tokens are the mean of what
-    /// ended before.
+    /// By how much the time between tokens grows for those who decode there and for the request among them, summed: what the request's
+    /// prefill steps and its slowing of later steps push a resident's last token back, and what the residents push back its own, over a
+    /// stream's tokens. So a token is a token: a millisecond before each next one of a running stream counts like a millisecond before a
+    /// first one. Numbers of tokens are the mean of what ended before.
     fn decode_delay_ms(&self, replica: &Replica, arrival: &Arrival, prefill_ms: f64) -> f64 {
         if replica.decoding == 0 {
             return 0.0;
         }
         let context = u64::from(arrival.prompt.0);
         let output = self.mean_output.min(arrival.max_output.map_or(f64::INFINITY, Tokens::as_f64));
-        let slower = replica.decode_step_ms(1, context) - replica.decode_step_ms(0, 0);
-        self.prefill_in_decode_ms(replica, prefill_ms + slower * output)
+        let together = replica.decode_step_ms(1, context);
+        let slower = together - replica.decode_step_ms(0, 0);
+        let alone = replica.spec.step.step_s(&StepLoad::decode(1.0, context as f64)) * 1e3;
+        self.prefill_in_decode_ms(replica, prefill_ms + slower * output) + self.per_token_ms(replica, (together - alone) * output)
     }
 
     /// The same, of `ms` that are put between the steps of the replica's streams.
     pub(crate) fn prefill_in_decode_ms(&self, replica: &Replica, ms: f64) -> f64 {
+        f64::from(replica.decoding) * self.per_token_ms(replica, ms)
+    }
+
+    /// A stream's delay over its tokens, where streams share steps at all.
+    fn per_token_ms(&self, replica: &Replica, ms: f64) -> f64 {
         match replica.spec.discipline {
             Discipline::Serial => 0.0,
-            Discipline::Chunked { .. } | Discipline::Interleaved { .. } => f64::from(replica.decoding) * ms / self.mean_output.max(1.0),
+            Discipline::Chunked { .. } | Discipline::Interleaved { .. } => ms / self.mean_output.max(1.0),
         }
     }
 

@@ -599,10 +599,31 @@ fn running_requests_are_priced_by_what_each_of_their_tokens_is_late() {
     for (residents, max_output) in [(1u32, None), (5, None), (5, Some(16u32))] {
         let slower = step_ms(residents + 1, residents * 1000 + 3000) - step_ms(residents, residents * 1000);
         let (decode, prefill) = decode_ms(residents.into(), max_output.map(Tokens));
-        let pushed_back = prefill + slower * max_output.map_or(MEAN_OUTPUT, f64::from);
-        let expected = f64::from(residents) * pushed_back / MEAN_OUTPUT;
+        let output = max_output.map_or(MEAN_OUTPUT, f64::from);
+        let own = (step_ms(residents + 1, residents * 1000 + 3000) - step_ms(1, 3000)) * output;
+        let expected = (f64::from(residents) * (prefill + slower * output) + own) / MEAN_OUTPUT;
         assert!((decode - expected).abs() < 1e-9 * expected, "{decode} for {expected}");
     }
+}
+
+/// Steps are as long as they have rows, as on a CPU. The prompt's first block is where nine streams are: 128 ms of prefill are saved
+/// there, 73 ms are taken from the streams, and 72 ms are lost to them.
+#[test]
+fn what_a_request_loses_to_those_it_would_decode_with_counts() {
+    let mut router = router(PolicyName::Price, PriceWeights { decode: 1.0, ..OWN_ONLY }, 0);
+    let per_row = StepCoefficients { fixed_s: 1e-3, per_token_s: 8e-3, per_attended_s: 0.0, per_kv_token_s: 0.0, weights_s: 4e-3 };
+    for id in 0..2 {
+        router.upsert_replica(ReplicaSpec { step: per_row, discipline: Discipline::Chunked { budget: Tokens(64) }, ..spec(id) }, Time::ZERO);
+    }
+    for request in 0..9 {
+        send(&mut router, request, 1, 17, 0, 2, ms(1000.0 * request as f64));
+        router.first_token(RequestId(request), None, ms(1000.0 * request as f64 + 500.0));
+    }
+    let verdict = router.place(arrival(9, 1, 17), ms(20_000.0));
+    let terms = |id: usize| router.decision(RequestId(9)).unwrap().quotes[id].terms;
+    assert!(terms(1).prefill - terms(0).prefill > 120.0, "{:?} {:?}", terms(0), terms(1));
+    assert!((terms(0).decode - (9.0 * (terms(0).prefill + 8.0 * 64.0) / 64.0 + 72.0)).abs() < 1e-9, "{:?}", terms(0));
+    assert_eq!(chosen(&verdict), 1);
 }
 
 #[test]
