@@ -324,7 +324,7 @@ impl Fleet {
         }
     }
 
-    /// What decides moves. Never held while the desk or the router is asked.
+    /// What decides moves. The router may be asked while it is held, the desk never: whoever has the desk may ask for this.
     pub(crate) fn rounds(&self) -> parking_lot::MutexGuard<'_, Rounds> {
         self.rounds.lock()
     }

@@ -89,6 +89,9 @@ struct Moved {
     last: Time,
 }
 
+/// Leading tokens of a request whose KV a replica has in its cache.
+pub type Cached<'a> = &'a dyn Fn(RequestId, ReplicaId) -> Tokens;
+
 /// The plan in the making.
 struct Planning<'a> {
     mover: &'a Mover,
@@ -108,10 +111,11 @@ impl Mover {
         &self.config
     }
 
-    /// What moves now, most pressing first. Tell of each one's end by [`Self::ended`]; until then its blocks count at its target.
-    pub fn plan(&mut self, facts: &FleetFacts, now: Time) -> Vec<Move> {
+    /// What moves now, most pressing first. Tell of each one's end by [`Self::ended`]; until then its blocks count at its target. `cached` is
+    /// asked of those that may move, for their price.
+    pub fn plan(&mut self, facts: &FleetFacts, cached: Cached<'_>, now: Time) -> Vec<Move> {
         self.forget_old(facts, now);
-        let mut planning = self.planning(facts, now);
+        let mut planning = self.planning(facts, cached, now);
         planning.leave_the_lost();
         planning.drain();
         planning.seat_heads();
@@ -125,9 +129,16 @@ impl Mover {
     }
 
     /// Decides the move that an operator asks for, to the freest replica where none is named; it takes no benefit, only room.
-    pub fn order(&mut self, facts: &FleetFacts, request: RequestId, to: Option<ReplicaId>, now: Time) -> Result<Move, OrderRefusal> {
+    pub fn order(
+        &mut self,
+        facts: &FleetFacts,
+        request: RequestId,
+        to: Option<ReplicaId>,
+        cached: Cached<'_>,
+        now: Time,
+    ) -> Result<Move, OrderRefusal> {
         self.forget_old(facts, now);
-        let ordered = self.planning(facts, now).order(request, to)?;
+        let ordered = self.planning(facts, cached, now).order(request, to)?;
         self.note(&ordered, facts, now);
         Ok(ordered)
     }
@@ -142,8 +153,8 @@ impl Mover {
         self.ongoing.len()
     }
 
-    fn planning<'a>(&'a self, facts: &'a FleetFacts, now: Time) -> Planning<'a> {
-        Planning { mover: self, board: Board::new(facts, &self.config, self.ongoing.iter()), facts, now, moves: Vec::new() }
+    fn planning<'a>(&'a self, facts: &'a FleetFacts, cached: Cached<'a>, now: Time) -> Planning<'a> {
+        Planning { mover: self, board: Board::new(facts, &self.config, self.ongoing.iter(), cached), facts, now, moves: Vec::new() }
     }
 
     /// Lets go of what is over: bounded by the requests in flight, and by the moves of a minute.
@@ -220,7 +231,7 @@ impl Planning<'_> {
                 let may =
                     |to: usize| self.board.may_go(from, to) && exact(&self.board, to) && demand <= self.board.loads[to].facts.capacity();
                 let Some(to) = self.board.freest(may) else { continue };
-                let price = self.board.price(from, to, tokens, false);
+                let price = self.board.price(from, to, request, tokens, false);
                 self.push(request, tokens, from, to, MoveReason::Forced { state: lost.state }, price, MoveWay::Recompute);
                 self.board.pass_on(from, to, demand);
             }
@@ -244,7 +255,7 @@ impl Planning<'_> {
             running.sort_by_key(|one| (one.tokens, one.request));
             for one in running {
                 if let Some(to) = self.target_for(from, one) {
-                    let price = self.board.price(from, to, one.tokens, true);
+                    let price = self.board.price(from, to, one.request, one.tokens, true);
                     self.copy(one, from, to, MoveReason::Drain { left }, price);
                     break;
                 }
@@ -320,7 +331,7 @@ impl Planning<'_> {
                     && self.board.loads[to].has_place()
             };
             let Some(to) = self.board.freest(may) else { continue };
-            let price = self.board.price(from, to, one.tokens, true);
+            let price = self.board.price(from, to, one.request, one.tokens, true);
             let benefit_ms = self.benefit_of_blocks_ms(from, missing.min(one.blocks.as_f64()));
             if self.ends_before(one, from, &price) || benefit_ms <= way_price(&price).cost_s() * 1e3 {
                 continue;
@@ -358,7 +369,7 @@ impl Planning<'_> {
             });
             for one in candidates {
                 let Some(to) = self.target_for(from, one) else { continue };
-                let price = self.board.price(from, to, one.tokens, true);
+                let price = self.board.price(from, to, one.request, one.tokens, true);
                 let waited = self.now.since(waiting.arrived);
                 let worth_it = waited.as_secs_f64() > way_price(&price).cost_s() && !self.ends_before(one, from, &price);
                 let (Some(program), Some(service)) = (one.program, attained(one.program).filter(|_| worth_it)) else { continue };
@@ -405,7 +416,7 @@ impl Planning<'_> {
                 continue;
             }
             let benefit_ms = (after.min(low) - before) * source.step_s * 1e3;
-            let price = self.board.price(from, to, one.tokens, true);
+            let price = self.board.price(from, to, one.request, one.tokens, true);
             if benefit_ms <= way_price(&price).cost_s() * 1e3 || self.ends_before(one, from, &price) {
                 continue;
             }
@@ -446,7 +457,7 @@ impl Planning<'_> {
             None => self.board.freest(may).ok_or(OrderRefusal::NoTarget { request, demand })?,
             Some(id) => self.board.place(id).filter(|&place| may(place)).ok_or(OrderRefusal::Target { request, target: id, demand })?,
         };
-        let price = self.board.price(from, to, tokens, running.is_some());
+        let price = self.board.price(from, to, request, tokens, running.is_some());
         let way = if running.is_some() { way_of(&price) } else { MoveWay::Recompute };
         let (from, to) = (facts.id, self.board.loads[to].facts.id);
         Ok(Move { request, from, to, tokens, way, reason: MoveReason::Operator, price })
@@ -494,7 +505,7 @@ impl Planning<'_> {
     }
 
     fn pass_on(&mut self, waiting: &WaitingFacts, from: usize, to: usize, reason: MoveReason) {
-        let price = self.board.price(from, to, waiting.tokens, false);
+        let price = self.board.price(from, to, waiting.request, waiting.tokens, false);
         self.push(waiting.request, waiting.tokens, from, to, reason, price, MoveWay::Recompute);
         self.board.pass_on(from, to, waiting.demand);
     }

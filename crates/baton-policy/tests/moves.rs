@@ -156,7 +156,7 @@ fn the_books_tell_who_runs_and_who_waits() {
     assert_eq!(ids(&told.replicas[0]).1, [9]);
     assert_eq!(told.replicas[0].waiting[0].demand, Blocks(242));
     // The loop sends it to where it fits, for free.
-    let moves = Mover::new(MoverConfig::default()).plan(&told, at(10.0));
+    let moves = Mover::new(MoverConfig::default()).plan(&told, &|request, to| router.cached(request, to), at(10.0));
     assert!(matches!(moves[0].reason, MoveReason::Defragment { head: RequestId(9), .. }), "{moves:?}");
     assert!(router.moved(RequestId(9), moves[0].to, at(10.0)));
     assert_eq!(ids(&facts(&router, at(10.0)).replicas[0]).1, Vec::<u64>::new());
@@ -169,6 +169,18 @@ fn prompts_that_are_shared_count_once() {
     let told = &facts(&router, at(0.0)).replicas[0];
     assert!((208..=216).contains(&told.blocks_used.0), "200 shared and one of each: {}", told.blocks_used);
     assert_eq!((told.running.len(), told.running[0].blocks), (8, Blocks(26)));
+}
+
+/// Two requests of one text: the second one's prompt is where the first one ran, as far as that reached.
+#[test]
+fn the_index_tells_what_a_target_has_of_a_prompt() {
+    let mut router = router(2);
+    send(&mut router, 1, 1, 1600, 0, 2, at(0.0));
+    router.first_token(RequestId(1), None, at(100.0));
+    router.finished(RequestId(1), Outcome::Finished, None, at(200.0));
+    send(&mut router, 2, 1, 3200, 1, 2, at(300.0));
+    assert_eq!([0, 1].map(|id| router.cached(RequestId(2), ReplicaId(id))), [Tokens(1600), Tokens(3200)]);
+    assert_eq!([router.cached(RequestId(2), ReplicaId(7)), router.cached(RequestId(9), ReplicaId(0))], [Tokens(0); 2]);
 }
 
 /// Another gateway's requests are told by the replica; a report from before a move does not bring the moved one back.

@@ -80,7 +80,7 @@ impl Fleet {
         if facts.replicas.len() < 2 {
             return;
         }
-        let moves = self.rounds().mover.plan(&facts, now);
+        let moves = self.rounds().mover.plan(&facts, &|request, on| self.cached(request, on), now);
         for decided in moves {
             // Who lost a replica is placed by its own exchange, by price.
             if matches!(decided.reason, MoveReason::Forced { .. }) {
@@ -104,7 +104,7 @@ impl Fleet {
         let now = self.clock.now();
         self.with_desk(|desk, _| desk.check_departure(request, to))?;
         let facts = self.facts(now);
-        let ordered = self.rounds().mover.order(&facts, request, Some(to), now)?;
+        let ordered = self.rounds().mover.order(&facts, request, Some(to), &|request, on| self.cached(request, on), now)?;
         // Whoever orders a move wants the KV moved, whatever is cheaper.
         let ordered = Move { way: MoveWay::Kv, ..ordered };
         let (tell, told) = oneshot::channel();
@@ -120,7 +120,11 @@ impl Fleet {
     pub(crate) fn forecast_drain(&self, replica: ReplicaId) -> Option<DrainForecast> {
         let facts = self.facts(self.clock.now());
         let config = self.rounds().mover.config().clone();
-        drain_forecast(&facts, replica, &config, AT_ONCE)
+        drain_forecast(&facts, replica, &config, &|request, on| self.cached(request, on), AT_ONCE)
+    }
+
+    fn cached(&self, request: RequestId, on: ReplicaId) -> Tokens {
+        self.peek_router(|router, _| router.cached(request, on))
     }
 
     /// What it costs that a prefix of so many tokens comes to `to` from `from`; `None` where it cannot travel between them.

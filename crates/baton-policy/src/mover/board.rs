@@ -3,7 +3,7 @@
 use baton_cost::{Link, MoveCase, MovePrice};
 use baton_units::{Blocks, ReplicaId, RequestId, Tokens};
 
-use super::{FleetFacts, MoverConfig, Ongoing, ReplicaFacts, RunningFacts, WaitingFacts};
+use super::{Cached, FleetFacts, MoverConfig, Ongoing, ReplicaFacts, RunningFacts, WaitingFacts};
 use crate::ReplicaState;
 
 /// How many more steps a replica's batch can decode until memory ends, or how many tokens are missing for its queue's head where that
@@ -130,9 +130,9 @@ impl Traffic {
 }
 
 /// All replicas.
-#[derive(Debug)]
 pub(super) struct Board<'a> {
     pub(super) loads: Vec<Load<'a>>,
+    cached: Cached<'a>,
 }
 
 impl<'a> Board<'a> {
@@ -141,8 +141,9 @@ impl<'a> Board<'a> {
         facts: &'a FleetFacts,
         config: &MoverConfig,
         ongoing: impl Iterator<Item = (&'b RequestId, &'b Ongoing)>,
+        cached: Cached<'a>,
     ) -> Self {
-        let mut board = Self { loads: facts.replicas.iter().map(|replica| Load::new(replica, config)).collect() };
+        let mut board = Self { loads: facts.replicas.iter().map(|replica| Load::new(replica, config)).collect(), cached };
         for (request, ongoing) in ongoing {
             if let Some(source) = board.place(ongoing.from) {
                 board.loads[source].leaves.add(ongoing.copies);
@@ -203,8 +204,8 @@ impl<'a> Board<'a> {
         self.loads[from].facts.numerics == self.loads[to].facts.numerics
     }
 
-    /// What it costs that a request of so many computed tokens goes on at `to`, which is not known to hold any of them.
-    pub(super) fn price(&self, from: usize, to: usize, tokens: Tokens, decodes: bool) -> MovePrice {
+    /// What it costs that a request of so many computed tokens goes on at `to`: what that has of them in its cache does not travel.
+    pub(super) fn price(&self, from: usize, to: usize, request: RequestId, tokens: Tokens, decodes: bool) -> MovePrice {
         let (source, target) = (&self.loads[from], &self.loads[to]);
         let (ours, theirs) = (&source.facts.link, &target.facts.link);
         let slower = if ours.bytes_per_s < theirs.bytes_per_s { ours } else { theirs };
@@ -216,7 +217,7 @@ impl<'a> Board<'a> {
             step: &target.facts.step,
             step_s: source.step_s.max(target.step_s),
             tokens,
-            held: Tokens::ZERO,
+            held: (self.cached)(request, target.facts.id).min(tokens),
             decodes,
             queue_s: target.facts.queue_s,
         })

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use baton_units::ReplicaId;
 
-use super::{FleetFacts, MoverConfig, board::Board, way_price};
+use super::{Cached, FleetFacts, MoverConfig, board::Board, way_price};
 
 /// What draining a replica would take, as things are: outputs that end by themselves meanwhile make it shorter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,8 +19,14 @@ pub struct DrainForecast {
 
 /// What draining `id` would take where the loop looks every `period`, which is when the next copy begins; `None` where it is not in the
 /// facts.
-pub fn drain_forecast(facts: &FleetFacts, id: ReplicaId, config: &MoverConfig, period: Duration) -> Option<DrainForecast> {
-    let mut board = Board::new(facts, config, std::iter::empty());
+pub fn drain_forecast(
+    facts: &FleetFacts,
+    id: ReplicaId,
+    config: &MoverConfig,
+    cached: Cached<'_>,
+    period: Duration,
+) -> Option<DrainForecast> {
+    let mut board = Board::new(facts, config, std::iter::empty(), cached);
     let from = board.place(id)?;
     let replica = board.loads[from].facts;
     let period_s = period.as_secs_f64().max(f64::MIN_POSITIVE);
@@ -45,7 +51,7 @@ pub fn drain_forecast(facts: &FleetFacts, id: ReplicaId, config: &MoverConfig, p
         let may = |to: usize| to != from && board.same_numerics(from, to) && board.loads[to].with(demand).freeness() >= 0.0;
         match board.freest(may).filter(|_| one.movable) {
             Some(to) => {
-                let move_s = way_price(&board.price(from, to, one.tokens, !one.prefilling)).total_s;
+                let move_s = way_price(&board.price(from, to, one.request, one.tokens, !one.prefilling)).total_s;
                 total_s += (move_s / period_s).ceil() * period_s;
                 board.copy(from, to, one);
                 moves += 1;

@@ -117,6 +117,11 @@ fn requests(facts: &FleetFacts) -> Vec<RequestId> {
     all
 }
 
+/// Caches that hold nothing of what may move.
+fn cold(_: RequestId, _: ReplicaId) -> Tokens {
+    Tokens::ZERO
+}
+
 fn at(ms: f64) -> Time {
     Time::from_ms(ms)
 }

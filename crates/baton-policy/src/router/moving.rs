@@ -78,6 +78,17 @@ impl Router {
         }
     }
 
+    /// Leading tokens of a request in flight whose KV a replica has in its cache, as far as the index knows: of its prompt alone. None of
+    /// them count on a replica whose events have a gap.
+    pub fn cached(&self, request: RequestId, on: ReplicaId) -> Tokens {
+        let (Some(flight), Some(replica)) = (self.flights.get(&request), self.replicas.get(on)) else { return Tokens::ZERO };
+        if self.index.doubtful(on) {
+            return Tokens::ZERO;
+        }
+        let depth = self.index.matches(&flight.keys).get(on.index()).copied().unwrap_or(0);
+        Blocks(depth).to_tokens(replica.spec.block_size)
+    }
+
     /// The first held request, if it is memory that it waits for.
     fn held_for_memory(&self, now: Time) -> Option<WaitingFacts> {
         let Waiting { arrival, since, .. } = self.held.first()?;

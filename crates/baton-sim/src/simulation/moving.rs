@@ -131,7 +131,8 @@ impl Simulation<'_> {
         }
         self.queue.schedule(now + settings.period, Event::LookForMoves);
         let facts = self.router.fleet_facts(|_| Some(terms.clone()), now);
-        for decided in self.moving_mut().mover.plan(&facts, now) {
+        let (router, Some(moving)) = (&self.router, &mut self.moving) else { return };
+        for decided in moving.mover.plan(&facts, &|request, on| router.cached(request, on), now) {
             self.begin_move(&decided, now);
         }
     }
@@ -141,7 +142,7 @@ impl Simulation<'_> {
         self.router.set_state(id, ReplicaState::Draining, now);
         let forecast = self.terms().zip(self.scenario.moves.as_ref()).and_then(|(terms, settings)| {
             let facts = self.router.fleet_facts(|_| Some(terms.clone()), now);
-            drain_forecast(&facts, id, &settings.mover, settings.period)
+            drain_forecast(&facts, id, &settings.mover, &|request, on| self.router.cached(request, on), settings.period)
         });
         let had = self.on(replica) as u32;
         let forecast = forecast.map(|forecast| forecast.finishes_in);

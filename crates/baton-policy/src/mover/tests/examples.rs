@@ -3,7 +3,7 @@
 use super::*;
 
 fn plan(facts: &FleetFacts) -> Vec<String> {
-    Mover::new(config()).plan(facts, at(5000.0)).iter().map(ToString::to_string).collect()
+    Mover::new(config()).plan(facts, &cold, at(5000.0)).iter().map(ToString::to_string).collect()
 }
 
 #[test]
@@ -35,7 +35,7 @@ fn a_waiting_head_goes_where_it_fits() {
     insta::assert_snapshot!(plan(&facts).join("\n"), @"q9 of 4096 tokens, r0 to r1, defragment: q9 needs 257 blocks where 114 blocks are free, though the fleet has them; 129.4 ms to compute it there");
     // Behind an older one it would wait there too.
     let busy = replica(1, 1000).run([running(20, 1600)]).wait([waiting(21, 64, 3000.0)]);
-    let moves = Mover::new(config()).plan(&fleet([full, busy]), at(5000.0));
+    let moves = Mover::new(config()).plan(&fleet([full, busy]), &cold, at(5000.0));
     assert!(moves.iter().all(|one| one.request != RequestId(9)), "{moves:?}");
 }
 
@@ -51,7 +51,7 @@ fn room_in_pieces_is_brought_together() {
     at_replica.replicas[2].waiting.push(head);
     for mut facts in [at_replica, FleetFacts { held: Some(head), ..facts }] {
         let mut mover = Mover::new(config());
-        let moves = mover.plan(&facts, at(5000.0));
+        let moves = mover.plan(&facts, &cold, at(5000.0));
         assert!(moves.iter().any(|one| matches!(one.reason, MoveReason::Defragment { head: RequestId(99), .. })), "{moves:?}");
         carry_out(&mut facts, &moves);
         assert!(facts.replicas.iter().any(|replica| replica.capacity() - replica.blocks_used >= head.demand), "after one plan");
@@ -71,7 +71,7 @@ fn an_important_request_gets_quiet() {
     let important = RunningFacts { priority: Priority(-1), ..running(1, 500) };
     let mixed = replica(0, 29_802).run((10..20).map(|request| running(request, 3000))).run([important]);
     let facts = fleet([mixed, replica(1, 29_802)]);
-    let moves = Mover::new(quiet).plan(&facts, at(0.0));
+    let moves = Mover::new(quiet).plan(&facts, &cold, at(0.0));
     insta::assert_snapshot!(moves.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"), @"q10 of 3000 tokens, r0 to r1, priority: an important request on r0 asks for quiet, 13936 tokens too few there and nothing to do on r1; worth 23211 ms; 3.9 ms by KV of 394.3 MB, 19.6 ms in all");
     assert_eq!(plan(&facts), Vec::<String>::new(), "where nobody asks for it, memory is all that counts");
 }
@@ -85,7 +85,7 @@ fn an_over_served_program_yields_and_not_too_often() {
     facts.replicas[1].waiting.push(waiting(70, 64, 0.0));
     facts.programs = [(1, 10.0), (2, 12.0), (7, 100.0)].into();
     let mut mover = Mover::new(MoverConfig { freeness_low: -1e9, ..config() });
-    let moves = mover.plan(&facts, at(5000.0));
+    let moves = mover.plan(&facts, &cold, at(5000.0));
     assert!(
         moves.iter().all(|one| matches!(one.reason, MoveReason::Fairness { program: 7, .. } | MoveReason::Defragment { .. })),
         "{moves:?}"
@@ -98,7 +98,7 @@ fn a_lost_replica_s_requests_go_on_from_their_tokens() {
     let lost = ReplicaFacts { state: ReplicaState::Dead, ..replica(0, 1000).run([running(1, 800), running(2, 900)]) };
     let other = ReplicaFacts { numerics: 2, ..replica(2, 1000) };
     let facts = fleet([lost, replica(1, 1000), other]);
-    let moves = Mover::new(config()).plan(&facts, at(0.0));
+    let moves = Mover::new(config()).plan(&facts, &cold, at(0.0));
     assert_eq!(
         moves.iter().map(|one| (one.request.0, one.to.0, one.way)).collect::<Vec<_>>(),
         [(1, 1, MoveWay::Recompute), (2, 1, MoveWay::Recompute)]
@@ -110,7 +110,7 @@ fn a_lost_replica_s_requests_go_on_from_their_tokens() {
 fn an_order_is_carried_out_or_told_why_not() {
     let facts = fleet([replica(0, 1000).run([running(1, 800)]), replica(1, 1000), replica(2, 20)]);
     let mut mover = Mover::new(config());
-    let mut order = |request, to: Option<u32>| mover.order(&facts, RequestId(request), to.map(ReplicaId), at(0.0));
+    let mut order = |request, to: Option<u32>| mover.order(&facts, RequestId(request), to.map(ReplicaId), &cold, at(0.0));
     assert_eq!(order(5, None), Err(OrderRefusal::NotHere(RequestId(5))));
     assert_eq!(order(1, Some(2)).unwrap_err(), OrderRefusal::Target { request: RequestId(1), target: ReplicaId(2), demand: Blocks(51) });
     let ordered = order(1, None).unwrap();
@@ -123,8 +123,8 @@ fn a_head_that_is_leaving_asks_for_no_room() {
     let full = replica(0, 1000).run((0..7).map(|request| running(request, 2000))).wait([waiting(9, 4096, 4000.0)]);
     let facts = fleet([full, replica(1, 1000).run([running(20, 1600)]), replica(2, 1000).run([running(30, 12_000)])]);
     let mut mover = Mover::new(config());
-    assert_eq!(mover.plan(&facts, at(5000.0)).iter().map(|one| one.request.0).collect::<Vec<_>>(), [9]);
-    assert_eq!(mover.plan(&facts, at(5050.0)), vec![], "it is on its way");
+    assert_eq!(mover.plan(&facts, &cold, at(5000.0)).iter().map(|one| one.request.0).collect::<Vec<_>>(), [9]);
+    assert_eq!(mover.plan(&facts, &cold, at(5050.0)), vec![], "it is on its way");
 }
 
 /// Blocks that are on their way count, else two sources would choose the same target.
@@ -133,11 +133,28 @@ fn what_is_on_its_way_counts_at_its_target() {
     let full = |id: u32| replica(id, 1000).run((0..10).map(|request| running(u64::from(id) * 100 + request, 1560)));
     let facts = fleet([full(0), full(1), replica(2, 1000).run([running(900, 1600)])]);
     let mut mover = Mover::new(config());
-    let first = mover.plan(&facts, at(0.0));
+    let first = mover.plan(&facts, &cold, at(0.0));
     assert_eq!((first.len(), mover.ongoing()), (1, 1), "one copy at a time to each target");
-    assert_eq!(mover.plan(&facts, at(50.0)), vec![], "the only target takes one in");
+    assert_eq!(mover.plan(&facts, &cold, at(50.0)), vec![], "the only target takes one in");
     mover.ended(first[0].request);
-    let next = mover.plan(&facts, at(100.0));
+    let next = mover.plan(&facts, &cold, at(100.0));
     assert_eq!(next.len(), 1);
     assert!(next[0].request != first[0].request, "who moved rests");
+}
+
+#[test]
+fn what_a_target_has_in_its_cache_does_not_travel() {
+    let full = replica(0, 1000).run((0..10).map(|request| running(request, 1550 + request as u32)));
+    let facts = fleet([full, replica(1, 1000).run([running(20, 1600)])]);
+    let has = |request: RequestId, on: ReplicaId| Tokens(if (request, on) == (RequestId(0), ReplicaId(1)) { 1024 } else { 0 });
+    let [all, rest] = [&cold as Cached<'_>, &has].map(|cached| Mover::new(config()).plan(&facts, cached, at(5000.0)).remove(0).price);
+    assert_eq!(all.bytes - rest.bytes, 1024.0 * 131_072.0, "{all} and {rest}");
+    assert!(rest.recompute.compute_s < 0.5 * all.recompute.compute_s, "{all} and {rest}");
+    // By a link so slow that the copy is most of it.
+    let slow = |replica: ReplicaFacts| ReplicaFacts { link: Link::custom(0.05), ..replica };
+    let drained = ReplicaFacts { state: ReplicaState::Draining, ..slow(replica(0, 1000).run([running(0, 1536)])) };
+    let facts = fleet([drained, slow(replica(1, 1000))]);
+    let forecast = |cached: Cached<'_>| drain_forecast(&facts, ReplicaId(0), &config(), cached, Duration::from_millis(1)).unwrap();
+    let (cold_s, warm_s) = (forecast(&cold).finishes_in.as_secs_f64(), forecast(&has).finishes_in.as_secs_f64());
+    assert!(warm_s < 0.5 * cold_s, "{warm_s} and {cold_s}");
 }

@@ -45,7 +45,7 @@ proptest! {
     /// a.5 (i) and (ii): a request moves once, from where it is, to where there is room; nobody gives and takes.
     #[test]
     fn a_plan_keeps_requests_and_blocks(facts in any_fleet(), config in any_config()) {
-        let moves = Mover::new(config).plan(&facts, at(5000.0));
+        let moves = Mover::new(config).plan(&facts, &cold, at(5000.0));
         let mut after = facts.clone();
         carry_out(&mut after, &moves);
         prop_assert_eq!(requests(&facts), requests(&after));
@@ -65,7 +65,7 @@ proptest! {
     /// Equal numerics for all that has output.
     #[test]
     fn what_has_output_goes_where_it_stays_exact(facts in any_fleet()) {
-        for one in Mover::new(config()).plan(&facts, at(5000.0)) {
+        for one in Mover::new(config()).plan(&facts, &cold, at(5000.0)) {
             let numerics = |id| facts.replicas.iter().find(|replica| replica.id == id).unwrap().numerics;
             let waits = facts.replicas.iter().flat_map(|replica| &replica.waiting).find(|own| own.request == one.request);
             prop_assert!(numerics(one.from) == numerics(one.to) || waits.is_some_and(|waits| waits.fresh), "{one}");
@@ -86,7 +86,7 @@ proptest! {
     /// a.5 (iv): for balance or quiet the first end of memory is put off.
     #[test]
     fn a_pair_never_ends_sooner(facts in any_fleet(), config in any_config()) {
-        for one in Mover::new(config.clone()).plan(&facts, at(5000.0)) {
+        for one in Mover::new(config.clone()).plan(&facts, &cold, at(5000.0)) {
             if !matches!(one.reason, MoveReason::Balance { .. } | MoveReason::Priority { .. }) {
                 continue;
             }
@@ -109,7 +109,7 @@ proptest! {
         let mut latest = 0;
         for cycle in 0..600u32 {
             let now = at(5000.0 + f64::from(cycle) * 50.0);
-            let moves = mover.plan(&facts, now);
+            let moves = mover.plan(&facts, &cold, now);
             for one in &moves {
                 latest = cycle;
                 let chosen = matches!(one.reason, MoveReason::Balance { .. } | MoveReason::Defragment { .. } | MoveReason::Priority { .. });
@@ -131,11 +131,11 @@ proptest! {
             .run(tokens.iter().zip(0..).map(|(&tokens, request)| running(request, tokens)))
             .wait(queue.iter().zip(50..).map(|(&tokens, request)| waiting(request, tokens, 0.0)));
         let mut facts = fleet([ReplicaFacts { state: ReplicaState::Draining, ..drained }, replica(1, 20_000), replica(2, 20_000)]);
-        let (forecast, mut mover) = (drain_forecast(&facts, ReplicaId(0), &config(), PERIOD).unwrap(), Mover::new(config()));
+        let (forecast, mut mover) = (drain_forecast(&facts, ReplicaId(0), &config(), &cold, PERIOD).unwrap(), Mover::new(config()));
         prop_assert_eq!((forecast.moves as usize, forecast.stays), (tokens.len() + queue.len(), 0));
         let mut cycles = 0;
         while !facts.replicas[0].running.is_empty() {
-            let moves = mover.plan(&facts, Time::ZERO + PERIOD * cycles);
+            let moves = mover.plan(&facts, &cold, Time::ZERO + PERIOD * cycles);
             prop_assert!(moves.iter().all(|one| one.from == ReplicaId(0) && matches!(one.reason, MoveReason::Drain { .. })), "{moves:?}");
             for one in &moves {
                 prop_assert!(way_price(&one.price).total_s < PERIOD.as_secs_f64() || one.way == MoveWay::Recompute);
@@ -154,12 +154,12 @@ proptest! {
     #[test]
     fn nothing_moves_at_low_load(counts in prop::collection::vec(0u64..20, 2..8), tokens in 16u32..2000) {
         let facts = fleet(counts.iter().zip(0..).map(|(&count, id)| replica(id, 29_802).run((0..count).map(|one| running(u64::from(id) * 100 + one, tokens)))));
-        prop_assert_eq!(Mover::new(config()).plan(&facts, at(0.0)), vec![]);
+        prop_assert_eq!(Mover::new(config()).plan(&facts, &cold, at(0.0)), vec![]);
     }
 
     #[test]
     fn equal_facts_give_equal_plans(facts in any_fleet()) {
-        let plan = || Mover::new(config()).plan(&facts, at(5000.0));
+        let plan = || Mover::new(config()).plan(&facts, &cold, at(5000.0));
         prop_assert_eq!(plan(), plan());
     }
 }
