@@ -1,6 +1,6 @@
 mod moving;
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use baton_cost::StepCoefficients;
 use baton_kv::{Applied, BlockKey, FleetIndex, KvEventBatch, Matched, Snapshot, SnapshotError};
@@ -47,7 +47,8 @@ pub struct Router {
     pub(crate) rng: fastrand::Rng,
     pub(crate) index: FleetIndex,
     pub(crate) replicas: Replicas,
-    pub(crate) flights: BTreeMap<RequestId, Flight>,
+    /// Asked for by id alone.
+    pub(crate) flights: HashMap<RequestId, Flight>,
     pub(crate) demand: Demand,
     pub(crate) reuse: Reuse,
     pub(crate) chains: Chains,
@@ -57,6 +58,7 @@ pub struct Router {
     sheds: Vec<u64>,
     log: DecisionLog,
     programs: Programs,
+    relocations: u64,
     /// Mean output length of what ended, in tokens.
     pub(crate) mean_output: f64,
     outputs: u32,
@@ -132,7 +134,7 @@ impl Router {
             rng: fastrand::Rng::with_seed(seed),
             index: FleetIndex::new(&config.model, config.belief_lifetime, config.index_bytes),
             replicas: Replicas::default(),
-            flights: BTreeMap::new(),
+            flights: HashMap::new(),
             demand: Demand::default(),
             reuse: Reuse::default(),
             chains: Chains::default(),
@@ -141,6 +143,7 @@ impl Router {
             sheds: vec![0; config.classes.len()],
             log: DecisionLog::new(config.decisions_kept),
             programs: Programs::default(),
+            relocations: 0,
             mean_output: OUTPUT_PRIOR,
             outputs: 0,
             costs_version: 1,

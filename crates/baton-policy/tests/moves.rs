@@ -183,6 +183,18 @@ fn the_index_tells_what_a_target_has_of_a_prompt() {
     assert_eq!([router.cached(RequestId(2), ReplicaId(7)), router.cached(RequestId(9), ReplicaId(0))], [Tokens(0); 2]);
 }
 
+#[test]
+fn a_replica_at_a_time_tells_the_same_until_a_request_moves() {
+    let mut router = router(3);
+    (0..9).for_each(|request| send(&mut router, request, request as u32, 640, request as u32 % 3, 3, at(request as f64)));
+    let terms = MoveTerms { numerics: 1, kv_bytes_per_token: 131_072.0, link: Link::preset("ethernet").unwrap(), watermark: Blocks(10) };
+    let apart = |router: &Router| (0..4).filter_map(|id| router.replica_facts(ReplicaId(id), terms.clone(), at(9.0))).collect::<Vec<_>>();
+    assert_eq!(apart(&router), facts(&router, at(9.0)).replicas);
+    let before = router.relocations();
+    assert!(!router.moved(RequestId(0), ReplicaId(0), at(9.0)) && router.relocations() == before, "it is there");
+    assert!(router.moved(RequestId(0), ReplicaId(1), at(9.0)) && router.relocations() > before);
+}
+
 /// Another gateway's requests are told by the replica; a report from before a move does not bring the moved one back.
 #[test]
 fn a_report_adds_what_others_sent() {

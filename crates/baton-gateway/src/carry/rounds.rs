@@ -169,7 +169,7 @@ impl Fleet {
         if terms.is_empty() {
             return FleetFacts::default();
         }
-        let mut facts = self.peek_router(|router, _| router.fleet_facts(|id| terms.get(&id).cloned(), now));
+        let mut facts = self.told_by_router(&terms, now);
         self.with_desk(|desk, _| {
             for replica in &mut facts.replicas {
                 for one in &mut replica.running {
@@ -181,6 +181,18 @@ impl Fleet {
             }
         });
         facts
+    }
+
+    /// A replica at a time, so that who wants a place waits for one of them at most.
+    fn told_by_router(&self, terms: &BTreeMap<ReplicaId, MoveTerms>, now: Time) -> FleetFacts {
+        let (mut facts, before) = self.peek_router(|router, _| (router.fleet_facts(|_| None, now), router.relocations()));
+        for (id, terms) in terms {
+            facts.replicas.extend(self.peek_router(|router, _| router.replica_facts(*id, terms.clone(), now)));
+        }
+        self.peek_router(|router, _| {
+            // A move ended meanwhile, which is rare: all of one moment.
+            if router.relocations() == before { facts } else { router.fleet_facts(|id| terms.get(&id).cloned(), now) }
+        })
     }
 
     fn terms(&self, desk: &Desk) -> BTreeMap<ReplicaId, MoveTerms> {

@@ -70,12 +70,23 @@ impl Router {
     /// The fleet by these books, for [`Mover::plan`](crate::mover::Mover::plan). `terms` tells what each replica said of moves; one without
     /// takes no part. Which requests run and which wait is not known but worked out, as an engine would by arrival and blocks.
     pub fn fleet_facts(&self, terms: impl Fn(ReplicaId) -> Option<MoveTerms>, now: Time) -> FleetFacts {
-        let replicas = self.replicas.values().filter_map(|replica| Some(self.replica_facts(replica, terms(replica.spec.id)?, now)));
+        let replicas = self.replicas.values().filter_map(|replica| Some(self.facts_of(replica, terms(replica.spec.id)?, now)));
         FleetFacts {
             replicas: replicas.collect(),
             held: self.held_for_memory(now),
             programs: self.programs.0.iter().map(|(program, (attained, _))| (*program, *attained)).collect(),
         }
+    }
+
+    /// One replica of [`Self::fleet_facts`], for callers that let others at the router between two replicas. What all of them tell is of one
+    /// fleet as long as [`Self::relocations`] stays the same; else a request may be in two of them, or in none.
+    pub fn replica_facts(&self, id: ReplicaId, terms: MoveTerms, now: Time) -> Option<ReplicaFacts> {
+        self.replicas.get(id).map(|replica| self.facts_of(replica, terms, now))
+    }
+
+    /// Requests in flight that went on at another replica so far.
+    pub fn relocations(&self) -> u64 {
+        self.relocations
     }
 
     /// Leading tokens of a request in flight whose KV a replica has in its cache, as far as the index knows: of its prompt alone. None of
@@ -110,7 +121,7 @@ impl Router {
         })
     }
 
-    fn replica_facts(&self, replica: &Replica, terms: MoveTerms, now: Time) -> ReplicaFacts {
+    fn facts_of(&self, replica: &Replica, terms: MoveTerms, now: Time) -> ReplicaFacts {
         let spec = &replica.spec;
         let mut flights: Vec<(RequestId, &Flight)> =
             replica.flights.iter().filter_map(|request| Some((*request, self.flights.get(request)?))).collect();
@@ -171,6 +182,7 @@ impl Router {
             self.flights.insert(request, flight);
             return false;
         }
+        self.relocations += 1;
         self.held.stale = true;
         if let Some(source) = live_replica(&mut self.replicas, &flight) {
             source.advance(now);
