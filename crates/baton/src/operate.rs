@@ -170,13 +170,16 @@ pub(crate) async fn drain(args: &DrainArgs, out: &mut impl Write) -> Result<()> 
     if !args.gateway.json {
         let drain = &status["drain"];
         let stays = match drain["forecast_stays"].as_u64() {
-            Some(stays) if stays > 0 => format!(", {stays} stay until they end"),
+            Some(stays) if stays > 0 => match drain["forecast_stays_ms"].as_f64() {
+                Some(most) => format!(", {stays} stay until they end, in {most:.0} ms at most"),
+                None => format!(", {stays} stay until they end"),
+            },
             _ => String::new(),
         };
         match drain["forecast_ms"].as_f64() {
             Some(forecast) => writeln!(
                 out,
-                "{} drains: {} requests, {} to move in about {forecast:.0} ms{stays}",
+                "{} drains: {} requests, {} to move; empty in about {forecast:.0} ms{stays}",
                 args.replica,
                 text(&status["in_flight"]),
                 text(&drain["forecast_moves"])

@@ -140,6 +140,7 @@ pub(super) fn drain_json(drain: &Drain, fleet: &Fleet) -> Value {
         "forecast_ms": drain.forecast.map(|forecast| forecast.finishes_in.as_ms()),
         "forecast_moves": drain.forecast.map(|forecast| forecast.moves),
         "forecast_stays": drain.forecast.map(|forecast| forecast.stays),
+        "forecast_stays_ms": drain.forecast.and_then(|forecast| forecast.stays_for).map(|stays| stays.as_ms()),
         "emptied_ms": drain.emptied.map(|at| at.since(drain.since).as_ms()),
     })
 }

@@ -28,6 +28,8 @@ pub(crate) struct Rounds {
     mover: Mover,
     /// Out of each replica, as its moves showed.
     links: BTreeMap<ReplicaId, LinkFit>,
+    /// Out of any replica: what is thought of one that nothing has left yet.
+    any_link: Option<LinkFit>,
 }
 
 /// Why an operator's move was not begun.
@@ -40,15 +42,18 @@ pub(crate) enum NotMoved {
 }
 
 impl Rounds {
-    /// The replica's link, measured or assumed for one with such steps.
+    /// The replica's link, as its own moves showed it, else as all others' did, else as assumed of a replica with such steps.
     pub(crate) fn link(&self, replica: ReplicaId, step_s: f64) -> Wire {
-        self.links.get(&replica).copied().unwrap_or(LinkFit::prior(step_s)).link()
+        self.links.get(&replica).copied().or(self.any_link).unwrap_or(LinkFit::prior(step_s)).link()
     }
 
     /// Takes in what a move showed.
     pub(crate) fn observe(&mut self, record: &MoveRecord, step_s: f64) {
         if let Some(ms) = record.copied_ms.filter(|_| record.outcome == MoveOutcome::Moved) {
-            self.links.entry(record.from).or_insert(LinkFit::prior(step_s)).observe(record.bytes_sent as f64, record.rounds, ms / 1e3);
+            let known = self.any_link.unwrap_or(LinkFit::prior(step_s));
+            for fit in [self.links.entry(record.from).or_insert(known), self.any_link.insert(known)] {
+                fit.observe(record.bytes_sent as f64, record.rounds, ms / 1e3);
+            }
         }
     }
 
@@ -173,7 +178,8 @@ impl Fleet {
         self.with_desk(|desk, _| {
             for replica in &mut facts.replicas {
                 for one in &mut replica.running {
-                    one.movable &= desk.is_movable(one.request);
+                    // Before its first token it can move as soon as that has come.
+                    one.movable &= if one.prefilling { desk.can_begin_anew(one.request) } else { desk.is_movable(one.request) };
                 }
                 for one in &mut replica.waiting {
                     one.movable &= desk.can_begin_anew(one.request);

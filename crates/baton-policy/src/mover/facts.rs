@@ -78,6 +78,8 @@ pub struct WaitingFacts {
     pub priority: Priority,
     pub program: Option<u64>,
     pub arrived: Time,
+    /// Output that its client's bound still allows.
+    pub left_at_most: Option<Tokens>,
     /// Nothing of its output was computed, so that any replica may go on with it.
     pub fresh: bool,
     pub movable: bool,

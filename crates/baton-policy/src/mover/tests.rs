@@ -50,6 +50,7 @@ fn waiting(request: u64, tokens: u32, arrived_ms: f64) -> WaitingFacts {
         priority: Priority(0),
         program: None,
         arrived: Time::from_ms(arrived_ms),
+        left_at_most: None,
         fresh: true,
         movable: true,
     }

@@ -116,6 +116,7 @@ impl Router {
             priority: arrival.priority,
             program: arrival.program,
             arrived: *since,
+            left_at_most: arrival.max_output,
             fresh: true,
             movable: false,
         })
@@ -266,6 +267,7 @@ impl Flight {
             priority: self.attributes.priority,
             program: self.attributes.program,
             arrived: self.sent_at,
+            left_at_most: self.left_at_most(),
             fresh: self.output == 0,
             movable: !self.copy,
         }

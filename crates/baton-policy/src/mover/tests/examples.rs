@@ -158,3 +158,27 @@ fn what_a_target_has_in_its_cache_does_not_travel() {
     let (cold_s, warm_s) = (forecast(&cold).finishes_in.as_secs_f64(), forecast(&has).finishes_in.as_secs_f64());
     assert!(warm_s < 0.5 * cold_s, "{warm_s} and {cold_s}");
 }
+
+/// Of three requests one decodes and leaves at once, one has its first token when the booked prefill is done, and one cannot be moved.
+#[test]
+fn a_forecast_counts_the_end_of_those_that_stay() {
+    let prefilling = RunningFacts { prefilling: true, ..running(2, 900) };
+    let stays = |left: Option<u32>| RunningFacts { movable: false, left_at_most: left.map(Tokens), ..running(3, 500) };
+    let forecast = |left: Option<u32>| {
+        let drained = replica(0, 1000).run([running(1, 800), prefilling, stays(left)]);
+        let drained = ReplicaFacts { state: ReplicaState::Draining, queue_s: 0.5, ..drained };
+        let step_s = drained.step_s();
+        let forecast = drain_forecast(&fleet([drained, replica(1, 1000)]), ReplicaId(0), &config(), &cold, Duration::from_millis(1));
+        (forecast.unwrap(), step_s)
+    };
+    let (long, step_s) = forecast(Some(1000));
+    assert_eq!((long.moves, long.stays, long.stays_for), (2, 1, Some(Duration::from_secs_f64(1000.0 * step_s))));
+    assert_eq!(Some(long.finishes_in), long.stays_for);
+    let (short, _) = forecast(Some(1));
+    assert_eq!(short.stays_for, Some(Duration::from_secs_f64(step_s)));
+    let moved_s = short.finishes_in.as_secs_f64();
+    assert!((0.5..0.55).contains(&moved_s), "a move after the prefill: {moved_s}");
+    // Nobody can say when one without a bound ends.
+    let (unbounded, _) = forecast(None);
+    assert_eq!((unbounded.stays, unbounded.stays_for, unbounded.finishes_in), (1, None, short.finishes_in));
+}
