@@ -172,6 +172,10 @@ pub struct PolicyConfig {
     /// engine's replay of its events, as far as it reaches. Default: none. It holds hashes of prompts' blocks and no text, some 24 to
     /// 32 bytes a block, and only its owner can read it.
     pub index_snapshot: Option<PathBuf>,
+    /// Requests of this priority and more important ones (lower numbers) ask for quiet: their replica is left no more load than lets it
+    /// decode at nearly full speed. Others that would exceed it go elsewhere unless that costs them more, and running ones are moved
+    /// off. Default: none ask. Higher: more of the fleet is kept half empty.
+    pub quiet_from: Option<i32>,
     /// Weights of the terms of `price`; all 1. Zero switches a term off.
     pub weights: PriceWeights,
 }
@@ -376,6 +380,7 @@ impl Default for PolicyConfig {
             decisions: 4096,
             index_bytes: 1 << 30,
             index_snapshot: None,
+            quiet_from: None,
             weights: PriceWeights::default(),
         }
     }
@@ -407,6 +412,7 @@ impl PolicyConfig {
             decisions_kept: self.decisions,
             index_bytes: Bytes(self.index_bytes as u64),
             weights: self.weights,
+            quiet_from: self.quiet_from.map(Priority),
             ..RouterConfig::default()
         }
     }

@@ -16,7 +16,7 @@ use baton_openai::{Limits, Service};
 use baton_policy::{Arrival, Outcome, Placed, ReplicaSpec, ReplicaState, Router, Verdict};
 use baton_session::Fault;
 use baton_text::Tokenizer;
-use baton_units::{BlockSize, Incarnation, ReplicaId, RequestId, Time, Tokens};
+use baton_units::{BlockSize, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
 use baton_wire::{migration::handshake::FleetKey, openai::ModelCard};
 use tokio::sync::{Notify, oneshot, watch};
 
@@ -153,7 +153,7 @@ impl Fleet {
             desk: parking_lot::Mutex::new(Desk::new(name)),
             desk_timer: Notify::new(),
             desk_timer_at: AtomicU64::new(u64::MAX),
-            rounds: parking_lot::Mutex::default(),
+            rounds: parking_lot::Mutex::new(Rounds::new(policy.quiet_from.map(Priority))),
             arrived: Notify::new(),
             identity: Identity::of_gateway(name, None),
             tokenizer: None,

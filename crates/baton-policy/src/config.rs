@@ -27,6 +27,9 @@ pub struct RouterConfig {
     /// Decisions kept for inspection, newest first to last.
     pub decisions_kept: usize,
     pub weights: PriceWeights,
+    /// Requests of this priority and more important ones ask for quiet (`price` only): what takes their replica beyond the load at which
+    /// it decodes at nearly full speed pays for it. `None`: none do.
+    pub quiet_from: Option<Priority>,
 }
 
 impl Default for RouterConfig {
@@ -45,6 +48,7 @@ impl Default for RouterConfig {
             copies: true,
             decisions_kept: 4096,
             weights: PriceWeights::default(),
+            quiet_from: None,
         }
     }
 }
@@ -73,6 +77,11 @@ impl RouterConfig {
     /// Place of the class that a priority belongs to; more important than all is in the first.
     pub fn class_of(&self, priority: Priority) -> usize {
         self.classes.iter().rposition(|class| class.from <= priority).unwrap_or(0)
+    }
+
+    /// Whether requests of this priority ask for quiet.
+    pub(crate) fn wants_quiet(&self, priority: Priority) -> bool {
+        self.quiet_from.is_some_and(|from| priority <= from)
     }
 
     /// When a first token is late, in ms; never without an objective.

@@ -95,6 +95,8 @@ pub(crate) struct Replica {
     /// Requests past their first token, and tokens of context that they read a step.
     pub(crate) decoding: u32,
     pub(crate) context: u64,
+    /// Requests in flight that ask for quiet.
+    pub(crate) quiet: u32,
     /// Blocks that requests in flight own besides the full blocks of their prompts.
     pub(crate) private_blocks: u32,
     pub(crate) response_ms: f64,
@@ -119,6 +121,7 @@ impl Replica {
             flights: Vec::new(),
             decoding: 0,
             context: 0,
+            quiet: 0,
             private_blocks: 0,
             response_ms: 0.0,
             losses: Losses::default(),

@@ -19,8 +19,10 @@ use baton_cost::{MovePrice, MoveWay, WayPrice};
 use baton_units::{Blocks, Priority, ReplicaId, RequestId, Time, Tokens};
 
 pub use board::freeness;
+pub(crate) use board::steps_or_tokens;
 pub use drain::{DrainForecast, drain_forecast};
 pub use facts::{FleetFacts, ReplicaFacts, RunningFacts, WaitingFacts};
+pub(crate) use facts::{QUIET_STEP, quiet_blocks};
 pub use moves::{Move, MoveReason, OrderRefusal};
 
 use crate::ReplicaState;
@@ -36,7 +38,8 @@ pub struct MoverConfig {
     pub cooldown: Duration,
     /// Moves of one request by the loop, drains and orders apart.
     pub moves_max: u32,
-    /// Requests of this priority and more important ones are given quiet. `None`: none are.
+    /// Requests of this priority and more important ones are given quiet. `None`: none are. The router is told the same
+    /// ([`RouterConfig::quiet_from`](crate::RouterConfig::quiet_from)), else it sends others to where the loop moves them off again.
     pub quiet_from: Option<Priority>,
     /// An under-served program may wait for so long beside an over-served one.
     pub fair_wait: Duration,
@@ -342,7 +345,8 @@ impl Planning<'_> {
     }
 
     /// Where an under-served program waits for memory beside an over-served one, a request of the latter goes (Autellix's programs,
-    /// arXiv 2502.13965, made to share by moves).
+    /// arXiv 2502.13965, made to share by moves). Where nobody can take it, it stays: the migration protocol has no word by which a replica
+    /// puts a running request behind its queue, and a START to the replica that runs it lets it run on.
     fn be_fair(&mut self) {
         let Some(median) = median(self.facts.programs.values().copied()) else { return };
         let attained = |program: Option<u64>| program.and_then(|program| self.facts.programs.get(&program).copied());

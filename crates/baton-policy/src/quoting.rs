@@ -4,10 +4,11 @@ use baton_cost::StepLoad;
 use baton_units::{Blocks, DurationMs, ReplicaId, Time, Tokens};
 
 use crate::{
-    Arrival, Discipline, Terms,
+    Arrival, Discipline, ReplicaSpec, Terms,
     chains::ChainId,
     delay::{Backlog, Coming, Delays},
     fleet::{LastPrefill, Losses, Replica},
+    mover::{QUIET_STEP, quiet_blocks, steps_or_tokens},
     policy::Candidate,
     router::Router,
 };
@@ -26,6 +27,9 @@ const LOSSES_AGE: Duration = Duration::from_millis(500);
 const LATE_WEIGHT: f64 = 100.0;
 /// Chance that a hit is real on a replica whose events have a gap.
 const DOUBTFUL_HIT: f64 = 0.5;
+
+/// With fewer steps of freeness left the loop gives requests away: its own default threshold.
+const QUIET_STEPS: f64 = 48.0;
 
 /// What one decision computes once for all candidates; kept between decisions for its memory.
 #[derive(Debug, Default)]
@@ -163,7 +167,9 @@ impl Router {
             terms.memory = weights.memory * terms.prefill * self.memory_share(replica);
             terms.waste = shadow * (terms.wait - least_wait + terms.prefill - least_prefill);
             terms.eviction = weights.eviction * (1.0 + shadow) * eviction;
-            terms.decode = weights.decode * self.decode_delay_ms(replica, arrival, terms.prefill);
+            let prefill_ms = terms.prefill;
+            terms.decode =
+                weights.decode * (self.decode_delay_ms(replica, arrival, prefill_ms) + self.quiet_ms(replica, arrival, prefill_ms));
         }
     }
 
@@ -230,6 +236,26 @@ impl Router {
             Discipline::Serial => 0.0,
             Discipline::Chunked { .. } | Discipline::Interleaved { .. } => ms / self.mean_output.max(1.0),
         }
+    }
+
+    /// What it takes from those who ask for quiet there, or from the others if it asks itself: steps of freeness, by the virtual usage of
+    /// Llumnix (OSDI 2024, section 4.4), in which who asks for quiet uses all blocks beyond the load at which decode speed is near ideal.
+    /// It is the benefit, with the other sign, for which the loop would move it off again ([`crate::mover`]). Its prefill uses up what
+    /// so many steps may be longer than alone.
+    fn quiet_ms(&self, replica: &Replica, arrival: &Arrival, prefill_ms: f64) -> f64 {
+        if replica.quiet == 0 && !self.config.wants_quiet(arrival.priority) {
+            return 0.0;
+        }
+        let ReplicaSpec { step, block_size, kv_blocks, .. } = &replica.spec;
+        let limit = quiet_blocks(step, *block_size, *kv_blocks).as_f64();
+        let used = f64::from(self.index.blocks_pinned(replica.spec.id) as u32 + replica.private_blocks);
+        let rows = f64::from(replica.in_flight());
+        let freeness = |blocks: f64, rows: f64| steps_or_tokens(limit - blocks, rows, *block_size).min(QUIET_STEPS);
+        let before = if replica.quiet > 0 { freeness(used, rows) } else { QUIET_STEPS };
+        let after = freeness(used + (arrival.prompt + Tokens(1)).to_blocks(*block_size).as_f64(), rows + 1.0);
+        let alone_ms = step.step_s(&StepLoad::decode(1.0, 0.0)) * 1e3;
+        let prefills = if replica.quiet > 0 { prefill_ms / ((QUIET_STEP - 1.0) * alone_ms) } else { 0.0 };
+        (before - after + prefills) * replica.decode_step_ms(1, u64::from(arrival.prompt.0))
     }
 
     /// Until enough blocks free for the prompt and its expected output; zero when they fit.

@@ -117,6 +117,8 @@ pub(crate) struct Flight {
     /// Blocks beside the full blocks of the prompt.
     pub(crate) private_blocks: u32,
     attributes: Attributes,
+    /// It asks for quiet.
+    quiet: bool,
     copy: bool,
 }
 
@@ -786,6 +788,7 @@ impl Router {
             output: 0,
             private_blocks: 0,
             attributes: Attributes { priority: arrival.priority, program: arrival.program, max_output: arrival.max_output },
+            quiet: self.config.wants_quiet(arrival.priority),
             copy: false,
         };
         self.send(arrival.request, flight, prefill_ms, now);
@@ -812,6 +815,7 @@ impl Router {
             output: 0,
             private_blocks: 0,
             attributes: Attributes::default(),
+            quiet: false,
             copy: true,
         };
         self.send(request, flight, prefill_ms, now);
@@ -824,6 +828,7 @@ impl Router {
         flight.incarnation = replica.spec.incarnation;
         flight.private_blocks = private_blocks(&replica.spec, flight.prompt, flight.keys.len(), 1);
         replica.flights.push(request);
+        replica.quiet += u32::from(flight.quiet);
         replica.private_blocks += flight.private_blocks;
         replica.ledger.add(request, prefill_ms, flight.prompt, now);
         self.demand.dispatch(prefill_ms, now + Duration::from_ms(replica.ledger.backlog_ms()), fleet, now);
@@ -876,6 +881,7 @@ fn live_replica<'a>(replicas: &'a mut Replicas, flight: &Flight) -> Option<&'a m
 
 fn end_flight(replica: &mut Replica, request: RequestId, flight: &Flight) {
     replica.flights.retain(|other| *other != request);
+    replica.quiet -= u32::from(flight.quiet);
     replica.private_blocks -= flight.private_blocks;
     if flight.decodes() {
         replica.decoding -= 1;

@@ -102,9 +102,8 @@ fn a_move_without_kv_books_its_prefill_at_the_target() {
     router.output_tokens(RequestId(1), 900, at(5000.0));
     let decoding = books(&router, at(5000.0))[0];
     assert!(router.moved_anew(RequestId(1), ReplicaId(1), at(5000.0)));
-    let prefill_ms = |tokens: u32, held: u32| {
-        spec(0, 1).step.prefill_chunked_ms(Tokens(tokens - held), Tokens(held), Tokens(2048)).round() as u64
-    };
+    let prefill_ms =
+        |tokens: u32, held: u32| spec(0, 1).step.prefill_chunked_ms(Tokens(tokens - held), Tokens(held), Tokens(2048)).round() as u64;
     assert_eq!(books(&router, at(5000.0)), [(0, 0, 0, Blocks(1000)), (prefill_ms(4996, 0), 1, 1, decoding.3)]);
     let there = facts(&router, at(5000.0)).replicas.remove(1);
     assert!(there.running[0].prefilling, "{there:?}");

@@ -613,7 +613,8 @@ fn what_a_request_loses_to_those_it_would_decode_with_counts() {
     let mut router = router(PolicyName::Price, PriceWeights { decode: 1.0, ..OWN_ONLY }, 0);
     let per_row = StepCoefficients { fixed_s: 1e-3, per_token_s: 8e-3, per_attended_s: 0.0, per_kv_token_s: 0.0, weights_s: 4e-3 };
     for id in 0..2 {
-        router.upsert_replica(ReplicaSpec { step: per_row, discipline: Discipline::Chunked { budget: Tokens(64) }, ..spec(id) }, Time::ZERO);
+        router
+            .upsert_replica(ReplicaSpec { step: per_row, discipline: Discipline::Chunked { budget: Tokens(64) }, ..spec(id) }, Time::ZERO);
     }
     for request in 0..9 {
         send(&mut router, request, 1, 17, 0, 2, ms(1000.0 * request as f64));
@@ -624,6 +625,36 @@ fn what_a_request_loses_to_those_it_would_decode_with_counts() {
     assert!(terms(1).prefill - terms(0).prefill > 120.0, "{:?} {:?}", terms(0), terms(1));
     assert!((terms(0).decode - (9.0 * (terms(0).prefill + 8.0 * 64.0) / 64.0 + 72.0)).abs() < 1e-9, "{:?}", terms(0));
     assert_eq!(chosen(&verdict), 1);
+}
+
+/// The replica with the fewest streams takes those who come, but for an important one there, whose quiet costs what it is worth: less than a
+/// long queue elsewhere.
+#[test]
+fn others_leave_its_quiet_to_an_important_request_as_long_as_there_is_room() {
+    let beside = |quiet_from: Option<Priority>| {
+        let mut router = Router::new(RouterConfig { quiet_from, bind_within: None, ..RouterConfig::default() }, 7);
+        for id in 0..3 {
+            router.upsert_replica(ReplicaSpec { discipline: Discipline::Chunked { budget: Tokens(2048) }, ..spec(id) }, Time::ZERO);
+        }
+        for request in 10..30 {
+            send(&mut router, request, request as u32, 1500, 1 + request as u32 % 2, 3, ms(100.0 * request as f64));
+            router.first_token(RequestId(request), None, ms(100.0 * request as f64 + 99.0));
+        }
+        let important = Arrival { priority: Priority(-1), ..arrival(1, 1, 500) };
+        assert_eq!(chosen(&router.place(important, ms(9000.0))), 0);
+        router.first_token(RequestId(1), None, ms(9100.0));
+        let mut came = 0;
+        for request in 40..50 {
+            let now = ms(9200.0 + 200.0 * (request - 40) as f64);
+            came += u32::from(chosen(&router.place(arrival(request, request as u32, 3000), now)) == 0);
+            router.first_token(RequestId(request), None, now + Duration::from_millis(199));
+        }
+        (3..7).for_each(|request| send(&mut router, request, request as u32, 6000, 1 + request as u32 % 2, 3, ms(12_000.0)));
+        (came, chosen(&router.place(arrival(60, 60, 500), ms(12_000.0))))
+    };
+    assert_eq!(beside(Some(Priority(-1))), (0, 0));
+    let (came, _) = beside(None);
+    assert!(came > 3, "{came}");
 }
 
 #[test]

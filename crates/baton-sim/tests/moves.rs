@@ -2,12 +2,13 @@
 
 use std::time::Duration;
 
+use baton_cost::StepLoad;
 use baton_policy::{PolicyName, RouterConfig};
 use baton_sim::{
     ClientRequest, Drain, DrainRecord, EngineModel, Fault, Link, Moves, Outcome, OutputTail, RequestOutcome, Scenario, Shape, WorkloadName,
-    run,
+    reference_blocks, reference_step, run,
 };
-use baton_units::{Blocks, Time, Tokens};
+use baton_units::{Blocks, Priority, Time, Tokens};
 
 /// Eight replicas of the reference machine with an eighth of its memory for KV, which so fills within seconds: prompts of 512 tokens,
 /// outputs by a law with a long tail (median 400, mean above 1,000), arrivals in bursts. At 24 a second memory is nearly full.
@@ -142,6 +143,41 @@ fn a_replica_is_drained_by_moves_as_fast_as_was_predicted() {
         stayed.into_iter().all(|request| request.finished <= moved.drains[0].empty),
         "nothing was sent there, and all else went on elsewhere"
     );
+}
+
+/// Mean time between tokens of the important requests over that of a request alone, and of all others in ms.
+fn tpot_of_classes(outcome: &Outcome) -> (f64, f64) {
+    let of = |important: bool| outcome.requests.iter().filter(move |request| (request.priority < Priority(0)) == important);
+    let alone_ms = |request: &RequestOutcome| {
+        let context = request.prompt.as_f64() + f64::from(request.output) / 2.0;
+        reference_step().step_s(&StepLoad::decode(1.0, context)) * 1e3
+    };
+    let slowed: Vec<f64> = of(true).filter_map(|request| Some(request.tpot_ms()? / alone_ms(request))).collect();
+    let others: Vec<f64> = of(false).filter_map(RequestOutcome::tpot_ms).collect();
+    assert!(slowed.len() >= 10, "{} important requests", slowed.len());
+    (slowed.iter().sum::<f64>() / slowed.len() as f64, others.iter().sum::<f64>() / others.len() as f64)
+}
+
+/// Where one request in fifty asks for quiet, it decodes as if alone, nearly, and the others pay little. The loop alone makes room that the
+/// next arrivals take again: with their prefill between its tokens it is worse off than without the loop.
+#[test]
+fn important_requests_decode_at_nearly_full_speed_and_others_pay_little() {
+    let quiet_from = Some(Priority(-1));
+    let scenario = |in_router: bool, in_loop: bool| {
+        let base = tails(17.0, PolicyName::Price, 21);
+        let router = RouterConfig { quiet_from: quiet_from.filter(|_| in_router), ..base.router.clone() };
+        let priorities = vec![(Priority(-1), 0.02), (Priority(0), 0.98)];
+        let mut scenario = moving(Scenario { router, blocks: reference_blocks(), priorities, ..base });
+        scenario.moves.as_mut().expect("it was just set").mover.quiet_from = quiet_from.filter(|_| in_loop);
+        scenario
+    };
+    let [none, by_loop, both] = [(false, false), (false, true), (true, true)].map(|(in_router, in_loop)| {
+        let outcome = run(&scenario(in_router, in_loop));
+        check(&outcome, "quiet");
+        tpot_of_classes(&outcome)
+    });
+    assert!(both.0 <= 1.1 && both.0 < by_loop.0 && both.0 < none.0, "{none:?} {by_loop:?} {both:?}");
+    assert!(both.1 <= 1.1 * none.1, "{none:?} {by_loop:?} {both:?}");
 }
 
 /// Each of four replicas has room for 2,400 tokens and more, none for 4,096.

@@ -5,9 +5,9 @@ use std::{collections::BTreeMap, time::Duration};
 use baton_cost::{Link as Wire, MoveCase, MovePrice, MoveWay, StepLoad};
 use baton_policy::{
     MoveTerms,
-    mover::{DrainForecast, FleetFacts, Move, MoveReason, Mover, OrderRefusal, drain_forecast},
+    mover::{DrainForecast, FleetFacts, Move, MoveReason, Mover, MoverConfig, OrderRefusal, drain_forecast},
 };
-use baton_units::{Blocks, Bytes, ReplicaId, RequestId, Time, Tokens};
+use baton_units::{Blocks, Bytes, Priority, ReplicaId, RequestId, Time, Tokens};
 use baton_wire::migration::handshake::KvLayout;
 use tokio::sync::oneshot;
 use xxhash_rust::xxh3::xxh3_64;
@@ -23,7 +23,7 @@ const AT_ONCE: Duration = Duration::from_micros(1);
 const WATERMARK: f64 = 0.01;
 
 /// Decides moves, with what it goes by.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Rounds {
     mover: Mover,
     /// Out of each replica, as its moves showed.
@@ -42,6 +42,12 @@ pub(crate) enum NotMoved {
 }
 
 impl Rounds {
+    /// Requests from `quiet_from` on are given quiet.
+    pub(crate) fn new(quiet_from: Option<Priority>) -> Self {
+        let mover = Mover::new(MoverConfig { quiet_from, ..MoverConfig::default() });
+        Self { mover, links: BTreeMap::new(), any_link: None }
+    }
+
     /// The replica's link, as its own moves showed it, else as all others' did, else as assumed of a replica with such steps.
     pub(crate) fn link(&self, replica: ReplicaId, step_s: f64) -> Wire {
         self.links.get(&replica).copied().or(self.any_link).unwrap_or(LinkFit::prior(step_s)).link()

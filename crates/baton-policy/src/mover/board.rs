@@ -1,7 +1,7 @@
 //! The fleet as a plan changes it.
 
 use baton_cost::{Link, MoveCase, MovePrice};
-use baton_units::{Blocks, ReplicaId, RequestId, Tokens};
+use baton_units::{BlockSize, Blocks, ReplicaId, RequestId, Tokens};
 
 use super::{Cached, FleetFacts, MoverConfig, Ongoing, ReplicaFacts, RunningFacts, WaitingFacts};
 use crate::ReplicaState;
@@ -13,6 +13,12 @@ use crate::ReplicaState;
 /// here will take, and the quiet that an important one asks for. A replica that is not `Ready` has none; one without requests has no end.
 pub fn freeness(replica: &ReplicaFacts, config: &MoverConfig) -> f64 {
     Load::new(replica, config).freeness()
+}
+
+/// Steps for which blocks that are left last, where each of `rows` takes a token a step; tokens that are missing where they are too few.
+pub(crate) fn steps_or_tokens(blocks_left: f64, rows: f64, size: BlockSize) -> f64 {
+    let tokens = blocks_left * f64::from(size.get());
+    if tokens >= 0.0 { tokens / rows } else { tokens }
 }
 
 /// One replica with the moves of this plan, and those under way, done.
@@ -78,9 +84,7 @@ impl<'a> Load<'a> {
         if rows == 0.0 {
             return f64::INFINITY;
         }
-        let left = limit - self.used - head.unwrap_or(0.0);
-        let size = f64::from(self.facts.block_size.get());
-        if left >= 0.0 { size * left / rows } else { size * left }
+        steps_or_tokens(limit - self.used - head.unwrap_or(0.0), rows, self.facts.block_size)
     }
 
     fn capacity(&self) -> f64 {

@@ -8,7 +8,7 @@ use baton_units::{BlockSize, Blocks, Priority, ReplicaId, RequestId, Time, Token
 use crate::ReplicaState;
 
 /// A step may be this many times as long as that of one sequence alone where a request asks for quiet.
-const QUIET_STEP: f64 = 1.1;
+pub(crate) const QUIET_STEP: f64 = 1.1;
 
 /// The fleet at one moment.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -98,16 +98,21 @@ impl ReplicaFacts {
         self.step.step_s(&StepLoad::decode(rows, context))
     }
 
-    /// Context that can be read in a step without making it a tenth longer than one with a single short sequence: the load at which
-    /// decode speed is near ideal (Llumnix, OSDI 2024, section 4.4.2, by the cost model in place of a profile).
+    /// As [`quiet_blocks`].
     pub(super) fn quiet_blocks(&self) -> Blocks {
-        let alone_s = self.step.step_s(&StepLoad::decode(1.0, 0.0));
-        let room_s = QUIET_STEP * alone_s - self.step.fixed_s - self.step.weights_s;
-        if self.step.per_kv_token_s <= 0.0 {
-            return self.blocks_total;
-        }
-        Tokens((room_s.max(0.0) / self.step.per_kv_token_s).min(f64::from(u32::MAX)) as u32).full_blocks(self.block_size)
+        quiet_blocks(&self.step, self.block_size, self.blocks_total)
     }
+}
+
+/// Context that can be read in a step without making it a tenth longer than one with a single short sequence: the load at which
+/// decode speed is near ideal (Llumnix, OSDI 2024, section 4.4.2, by the cost model in place of a profile).
+pub(crate) fn quiet_blocks(step: &StepCoefficients, size: BlockSize, total: Blocks) -> Blocks {
+    let alone_s = step.step_s(&StepLoad::decode(1.0, 0.0));
+    let room_s = QUIET_STEP * alone_s - step.fixed_s - step.weights_s;
+    if step.per_kv_token_s <= 0.0 {
+        return total;
+    }
+    Tokens((room_s.max(0.0) / step.per_kv_token_s).min(f64::from(u32::MAX)) as u32).full_blocks(size)
 }
 
 impl RunningFacts {

@@ -205,6 +205,7 @@ impl Router {
         (flight.replica, flight.incarnation) = (to, incarnation);
         flight.private_blocks = private_blocks(&target.spec, flight.prompt, flight.keys.len(), flight.output.max(1));
         target.flights.push(request);
+        target.quiet += u32::from(flight.quiet);
         target.private_blocks += flight.private_blocks;
         flight.resumes |= anew && flight.started;
         let tokens = flight.prompt + Tokens(flight.output);
