@@ -107,25 +107,30 @@ pub(crate) struct Flight {
     depth: u32,
     session: Option<u64>,
     sent_at: Time,
-    /// Its first token came.
-    pub(crate) started: bool,
-    /// It moved by its tokens alone, and its target has not yet computed a token.
-    resumes: bool,
+    progress: Progress,
     /// Its engine told how much of the prompt it had.
     hit_told: bool,
     pub(crate) output: u32,
     /// Blocks beside the full blocks of the prompt.
     pub(crate) private_blocks: u32,
     attributes: Attributes,
-    /// It asks for quiet.
-    quiet: bool,
     copy: bool,
+}
+
+/// How far the replica of a request is with it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Progress {
+    /// No token of it came.
+    Sent,
+    Decodes,
+    /// It moved by its tokens alone, and its target has not yet computed a token.
+    Resumes,
 }
 
 impl Flight {
     /// Its replica has computed what came before its next token.
     pub(crate) fn decodes(&self) -> bool {
-        self.started && !self.resumes
+        self.progress == Progress::Decodes
     }
 }
 
@@ -391,9 +396,10 @@ impl Router {
     /// The first token came; `cached` is what the engine says it had of the prompt.
     pub fn first_token(&mut self, request: RequestId, cached: Option<Tokens>, now: Time) {
         let Some(flight) = self.flights.get_mut(&request) else { return };
-        if std::mem::replace(&mut flight.started, true) {
+        if flight.progress != Progress::Sent {
             return;
         }
+        flight.progress = Progress::Decodes;
         if let Some(replica) = live_replica(&mut self.replicas, flight) {
             replica.advance(now);
             replica.first_token(request, Tokens(flight.prompt.0 + flight.output));
@@ -426,7 +432,10 @@ impl Router {
         flight.output += count;
         self.programs.output(flight.attributes.program, count, now);
         let before = flight.private_blocks;
-        let resumed = count > 0 && std::mem::take(&mut flight.resumes);
+        let resumed = count > 0 && flight.progress == Progress::Resumes;
+        if resumed {
+            flight.progress = Progress::Decodes;
+        }
         if let Some(replica) = live_replica(&mut self.replicas, flight) {
             flight.private_blocks = private_blocks(&replica.spec, flight.prompt, flight.keys.len(), flight.output);
             replica.private_blocks = replica.private_blocks + flight.private_blocks - before;
@@ -782,13 +791,16 @@ impl Router {
             depth: self.depth(id),
             session: arrival.session,
             sent_at: now,
-            started: false,
-            resumes: false,
+            progress: Progress::Sent,
             hit_told: false,
             output: 0,
             private_blocks: 0,
-            attributes: Attributes { priority: arrival.priority, program: arrival.program, max_output: arrival.max_output },
-            quiet: self.config.wants_quiet(arrival.priority),
+            attributes: Attributes {
+                priority: arrival.priority,
+                program: arrival.program,
+                max_output: arrival.max_output,
+                quiet: self.config.wants_quiet(arrival.priority),
+            },
             copy: false,
         };
         self.send(arrival.request, flight, prefill_ms, now);
@@ -809,13 +821,11 @@ impl Router {
             depth: self.depth(to),
             session: None,
             sent_at: now,
-            started: false,
-            resumes: false,
+            progress: Progress::Sent,
             hit_told: false,
             output: 0,
             private_blocks: 0,
             attributes: Attributes::default(),
-            quiet: false,
             copy: true,
         };
         self.send(request, flight, prefill_ms, now);
@@ -828,7 +838,7 @@ impl Router {
         flight.incarnation = replica.spec.incarnation;
         flight.private_blocks = private_blocks(&replica.spec, flight.prompt, flight.keys.len(), 1);
         replica.flights.push(request);
-        replica.quiet += u32::from(flight.quiet);
+        replica.quiet += u32::from(flight.attributes.quiet);
         replica.private_blocks += flight.private_blocks;
         replica.ledger.add(request, prefill_ms, flight.prompt, now);
         self.demand.dispatch(prefill_ms, now + Duration::from_ms(replica.ledger.backlog_ms()), fleet, now);
@@ -881,7 +891,7 @@ fn live_replica<'a>(replicas: &'a mut Replicas, flight: &Flight) -> Option<&'a m
 
 fn end_flight(replica: &mut Replica, request: RequestId, flight: &Flight) {
     replica.flights.retain(|other| *other != request);
-    replica.quiet -= u32::from(flight.quiet);
+    replica.quiet -= u32::from(flight.attributes.quiet);
     replica.private_blocks -= flight.private_blocks;
     if flight.decodes() {
         replica.decoding -= 1;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use baton_cost::Link;
 use baton_units::{Blocks, Priority, ReplicaId, RequestId, Time, Tokens};
 
-use super::{Flight, Router, end_flight, live_replica, private_blocks};
+use super::{Flight, Progress, Router, end_flight, live_replica, private_blocks};
 use crate::{
     ReplicaState,
     fleet::Replica,
@@ -205,9 +205,11 @@ impl Router {
         (flight.replica, flight.incarnation) = (to, incarnation);
         flight.private_blocks = private_blocks(&target.spec, flight.prompt, flight.keys.len(), flight.output.max(1));
         target.flights.push(request);
-        target.quiet += u32::from(flight.quiet);
+        target.quiet += u32::from(flight.attributes.quiet);
         target.private_blocks += flight.private_blocks;
-        flight.resumes |= anew && flight.started;
+        if anew && flight.decodes() {
+            flight.progress = Progress::Resumes;
+        }
         let tokens = flight.prompt + Tokens(flight.output);
         if flight.decodes() {
             target.decoding += 1;
@@ -281,4 +283,6 @@ pub(crate) struct Attributes {
     pub(crate) priority: Priority,
     pub(crate) program: Option<u64>,
     pub(crate) max_output: Option<Tokens>,
+    /// It asks for quiet.
+    pub(crate) quiet: bool,
 }
