@@ -11,7 +11,7 @@ use super::{Cached, FleetFacts, MoverConfig, RunningFacts, board::Board, way_pri
 pub struct DrainForecast {
     /// Requests that would move.
     pub moves: u32,
-    /// Requests for which nobody has room, or that cannot move: they stay until they end.
+    /// Requests for which nobody has room, that cannot move, or that their bound ends before their turn: they stay until they end.
     pub stays: u32,
     /// Until the last of those that stay has ended, each with all the output that its client's bound allows, a token a step. `None` where
     /// none stays, or one of them has no bound.
@@ -37,6 +37,7 @@ pub fn drain_forecast(
     let (mut moves, mut total_s) = (0, 0.0_f64);
     // Seconds until those that stay have ended.
     let mut stays: Vec<Option<f64>> = Vec::new();
+    // A bound is the latest end.
     let until_end = |starts_s: f64, left: Option<Tokens>| left.map(|left| starts_s + left.as_f64() * step_s);
     for waiting in &replica.waiting {
         let may = |to: usize| {
@@ -58,14 +59,17 @@ pub fn drain_forecast(
         let starts_s = if one.prefilling { replica.queue_s } else { 0.0 };
         let demand = one.demand(replica.block_size);
         let may = |to: usize| to != from && board.same_numerics(from, to) && board.loads[to].with(demand).freeness() >= 0.0;
-        match board.freest(may).filter(|_| one.movable) {
+        let (ends_s, turn_s) = (until_end(starts_s, one.left_at_most), total_s.max(starts_s));
+        let has_ended = ends_s.is_some_and(|ends_s| ends_s <= turn_s);
+        match board.freest(may).filter(|_| one.movable && !has_ended) {
             Some(to) => {
                 let move_s = way_price(&board.price(from, to, one.request, one.tokens, true)).total_s;
-                total_s = total_s.max(starts_s) + (move_s / period_s).ceil() * period_s;
+                let moved_s = turn_s + (move_s / period_s).ceil() * period_s;
+                total_s = ends_s.map_or(moved_s, |ends_s| moved_s.min(ends_s));
                 board.copy(from, to, one);
                 moves += 1;
             }
-            None => stays.push(until_end(starts_s, one.left_at_most)),
+            None => stays.push(ends_s),
         }
     }
     let stays_s = stays.iter().flatten().copied().fold(0.0, f64::max);

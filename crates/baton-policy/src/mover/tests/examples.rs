@@ -178,6 +178,18 @@ fn a_forecast_counts_the_end_of_those_that_stay() {
     assert_eq!(short.stays_for, Some(Duration::from_secs_f64(step_s)));
     let moved_s = short.finishes_in.as_secs_f64();
     assert!((0.5..0.55).contains(&moved_s), "a move after the prefill: {moved_s}");
+    // Of twenty that may move, those that end before their turn do not count their move.
+    let ends_soon = |request: u64| RunningFacts { left_at_most: Some(Tokens(2)), ..running(request, 3000) };
+    let drained = |all: Vec<RunningFacts>| ReplicaFacts { state: ReplicaState::Draining, ..replica(0, 10_000).run(all) };
+    let forecast_of = |drained: ReplicaFacts| {
+        drain_forecast(&fleet([drained, replica(1, 10_000)]), ReplicaId(0), &config(), &cold, Duration::from_millis(1)).unwrap()
+    };
+    let soon = drained((0..20).map(ends_soon).collect());
+    let most_s = 2.0 * soon.step_s();
+    let soon = forecast_of(soon);
+    assert!(soon.moves < 3 && soon.moves + soon.stays == 20 && soon.finishes_in.as_secs_f64() <= most_s + 1e-9, "{soon:?} {most_s}");
+    let late = forecast_of(drained((0..20).map(|request| running(request, 3000)).collect()));
+    assert!((late.moves, late.stays) == (20, 0) && late.finishes_in > 10 * soon.finishes_in, "{late:?}");
     // Nobody can say when one without a bound ends.
     let (unbounded, _) = forecast(None);
     assert_eq!((unbounded.stays, unbounded.stays_for, unbounded.finishes_in), (1, None, short.finishes_in));
