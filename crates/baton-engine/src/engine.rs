@@ -1,3 +1,4 @@
+mod prefix;
 mod schedule;
 mod sequence;
 mod source;
@@ -330,8 +331,11 @@ impl Engine {
     }
 
     fn domain(&self, request: &NewRequest) -> Arc<CacheDomain> {
-        let domain = KeyDomain { model: &self.config.model, adapter: request.adapter.as_deref(), salt: request.salt.as_deref() };
-        Arc::new(CacheDomain::new(domain))
+        self.domain_of(request.adapter.as_deref(), request.salt.as_deref())
+    }
+
+    fn domain_of(&self, adapter: Option<&str>, salt: Option<&str>) -> Arc<CacheDomain> {
+        Arc::new(CacheDomain::new(KeyDomain { model: &self.config.model, adapter, salt }))
     }
 
     fn suppressed(&self, request: &NewRequest) -> Vec<u32> {
@@ -415,7 +419,8 @@ impl Engine {
     /// Places among `max_running` that are taken.
     fn places_taken(&self) -> usize {
         let frozen = self.frozen.values().filter(|sequence| sequence.table.is_some()).count();
-        self.running.len() + frozen + self.prepared.len()
+        let prepared = self.prepared.values().filter(|preparation| preparation.request.is_some()).count();
+        self.running.len() + frozen + prepared
     }
 
     fn count(&mut self, outputs: &[Output]) {

@@ -47,7 +47,7 @@ pub use config::{ConfigError, EngineConfig, Order, TokenBudget};
 pub use engine::{Engine, Plan, Step};
 pub use executor::{Batch, BatchRow, Executor, SampleRequest, Sampled, SequenceId, StepResult};
 pub use kv_memory::{KvLayout, KvMemory, Numerics, NumericsError};
-pub use migration::{History, MoveRefusal, OutputEnds, Phase, PreparedId, PreparedView, SequenceState, SequenceView};
+pub use migration::{History, MoveRefusal, OutputEnds, Phase, Prefix, PreparedId, PreparedView, SequenceState, SequenceView};
 pub use philox::philox4x32_10;
 pub use request::{Finish, FinishReason, NewRequest, Output, SequenceRecord, SubmitError};
 pub use sample::sample;

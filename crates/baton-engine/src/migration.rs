@@ -134,11 +134,23 @@ pub struct SequenceView<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PreparedId(pub u64);
 
+/// A prefix by itself: all that decides the KV of its full blocks, and no request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Prefix {
+    /// The model as the fleet names it: [`EngineConfig::model`](crate::EngineConfig::model).
+    pub model: String,
+    /// From the first on; those behind the last full block count for nothing.
+    pub tokens: Vec<u32>,
+    pub adapter: Option<String>,
+    pub salt: Option<String>,
+}
+
 /// What a target has prepared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PreparedView<'a> {
     pub id: PreparedId,
-    pub request: RequestId,
+    /// The sequence's; `None` of a prefix, which takes no place among those that run.
+    pub request: Option<RequestId>,
     /// Leading blocks whose KV was here already; others share them, so they must not be written.
     pub held: Blocks,
     /// Where each block is to lie, in order of position, the held ones included.

@@ -14,11 +14,12 @@ use crate::{MoveRefusal, OutputEnds, PreparedId, PreparedView, SequenceId, Seque
 /// Blocks for a sequence to come, which count as used.
 #[derive(Debug)]
 pub(super) struct Preparation {
-    request: RequestId,
+    /// `None` of a prefix.
+    pub(super) request: Option<RequestId>,
     /// Leading blocks that were cached here.
-    held: Blocks,
-    /// What the held blocks hold.
-    tokens: Vec<u32>,
+    pub(super) held: Blocks,
+    /// What the held blocks hold; of a prefix, what all its blocks are to hold.
+    pub(super) tokens: Vec<u32>,
     pub(super) table: BlockTable,
 }
 
@@ -54,7 +55,7 @@ impl Engine {
         tokens.truncate(held.to_tokens(size).0 as usize);
         self.next_prepared += 1;
         let id = PreparedId(self.next_prepared);
-        self.prepared.insert(id, Preparation { request: state.request.id, held, tokens, table });
+        self.prepared.insert(id, Preparation { request: Some(state.request.id), held, tokens, table });
         Ok(id)
     }
 

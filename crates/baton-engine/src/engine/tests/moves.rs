@@ -8,7 +8,7 @@ use super::{
     laws::{Submission, any_config, submission},
     *,
 };
-use crate::{PreparedId, SequenceState};
+use crate::{Prefix, PreparedId, SequenceState};
 
 /// Copies blocks of a sequence at the source, from one of the prepared blocks on.
 fn copy(source: &World, sequence: SequenceId, target: &mut World, prepared: PreparedId, blocks: std::ops::Range<usize>) {
@@ -82,6 +82,14 @@ enum Happening {
         sequence: usize,
         target: usize,
     },
+    /// What a cache has of the `request`-th prompt begins to be copied.
+    HoldPrefix {
+        source: usize,
+        request: usize,
+        target: usize,
+    },
+    /// And is installed, or given up.
+    EndPrefix(usize, bool),
 }
 
 fn happening() -> impl Strategy<Value = Happening> {
@@ -97,6 +105,8 @@ fn happening() -> impl Strategy<Value = Happening> {
         6 => (0usize..8).prop_map(Happening::Join),
         1 => (0usize..8).prop_map(Happening::GiveUp),
         1 => pair().prop_map(|(source, sequence, target)| Happening::Resume { source, sequence, target }),
+        4 => pair().prop_map(|(source, request, target)| Happening::HoldPrefix { source, request, target }),
+        4 => (0usize..8, prop::bool::weighted(0.8)).prop_map(|(copy, installs)| Happening::EndPrefix(copy, installs)),
     ]
 }
 
@@ -113,9 +123,17 @@ struct Migration {
     copied: usize,
 }
 
+/// A prefix that is held at two engines for its copy: the engine, and under what.
+#[derive(Clone, Copy)]
+struct PrefixCopy {
+    from: (usize, PreparedId),
+    to: (usize, PreparedId),
+}
+
 struct Fleet {
     worlds: Vec<World>,
     migrations: Vec<Migration>,
+    copies: Vec<PrefixCopy>,
     accepted: Vec<(NewRequest, EngineConfig)>,
     aborted: BTreeSet<u64>,
 }
@@ -127,7 +145,7 @@ impl Fleet {
         let configs = configs.into_iter().map(|config| EngineConfig { block_size, ..config });
         let max_model_len = configs.clone().map(|config| config.length_limit()).min().unwrap();
         let worlds = configs.map(|config| World::new(EngineConfig { max_model_len, ..config })).collect();
-        Self { worlds, migrations: Vec::new(), accepted: Vec::new(), aborted: BTreeSet::new() }
+        Self { worlds, migrations: Vec::new(), copies: Vec::new(), accepted: Vec::new(), aborted: BTreeSet::new() }
     }
 
     fn happen(&mut self, happening: Happening, id: u64) {
@@ -151,6 +169,8 @@ impl Fleet {
             Happening::Join(index) => self.with_migration(index, Self::join),
             Happening::GiveUp(index) => self.with_migration(index, Self::give_up),
             Happening::Resume { source, sequence, target } => self.resume(source, sequence, target),
+            Happening::HoldPrefix { source, request, target } => self.hold_prefix(source, request, target),
+            Happening::EndPrefix(index, installs) => self.end_prefix(index, installs),
         }
         self.worlds.iter_mut().for_each(World::check);
     }
@@ -262,8 +282,51 @@ impl Fleet {
         }
     }
 
+    fn hold_prefix(&mut self, source: usize, request: usize, target: usize) {
+        let Some((request, _)) = self.accepted.get(request).filter(|_| source != target) else { return };
+        let (tokens, adapter, salt) = (request.prompt.clone(), request.adapter.clone(), request.salt.clone());
+        let prefix = Prefix { model: "m".to_owned(), tokens, adapter, salt };
+        // What is there already takes references, and no room.
+        let from = self.worlds[source].engine.hold_prefix(&prefix, Blocks::ZERO).unwrap();
+        let found = self.worlds[source].engine.prepared(from).unwrap();
+        assert_eq!(found.held.0 as usize, found.blocks.len());
+        let held = found.held;
+        let engine = &mut self.worlds[target].engine;
+        let before = (engine.pool.free(), engine.pool.reclaimable());
+        if let Ok(to) = engine.hold_prefix(&prefix, held) {
+            self.copies.push(PrefixCopy { from: (source, from), to: (target, to) });
+        } else {
+            assert_eq!((engine.pool.free(), engine.pool.reclaimable()), before, "a refusal changes nothing");
+            assert!(self.worlds[source].engine.abandon(from));
+        }
+    }
+
+    fn end_prefix(&mut self, index: usize, installs: bool) {
+        if self.copies.is_empty() {
+            return;
+        }
+        let PrefixCopy { from, to } = self.copies.swap_remove(index % self.copies.len());
+        let [source, target] = self.worlds.get_disjoint_mut([from.0, to.0]).unwrap();
+        if installs {
+            let (here, there) = (source.engine.prepared(from.1).unwrap(), target.engine.prepared(to.1).unwrap());
+            let (bytes, memory) = (source.executor.kv().unwrap(), target.executor.kv_mut().unwrap());
+            for index in there.held.0 as usize..here.blocks.len() {
+                memory.block_mut(there.blocks[index]).copy_from_slice(bytes.block(here.blocks[index]));
+            }
+            let blocks = there.blocks.len() as u32;
+            assert!(target.engine.install(to.1).unwrap() <= Blocks(blocks));
+            assert!(target.engine.install(to.1).is_err(), "once");
+        } else {
+            assert!(target.engine.abandon(to.1));
+        }
+        assert!(source.engine.abandon(from.1));
+    }
+
     /// Ends what is under way, and lets all engines run until nothing is left.
     fn run(&mut self) {
+        while !self.copies.is_empty() {
+            self.end_prefix(0, false);
+        }
         while let Some(migration) = self.migrations.pop() {
             self.give_up(migration);
         }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::{History, MoveRefusal, OutputEnds, Phase};
+use crate::{History, MoveRefusal, OutputEnds, Phase, Prefix};
 
 #[test]
 fn a_target_that_holds_the_prefix_gets_only_the_tail() {
@@ -39,6 +39,49 @@ fn blocks_that_arrive_are_told_of_once_and_only_when_their_sequence_joins() {
     let stored = KvEvent::Stored { hashes, parent: None, tokens: prompt(0, 8), block_size: keys, adapter: None, salt: None };
     assert_eq!(target.events, [stored]);
     target.run();
+}
+
+/// Fetched blocks are a hit like computed ones, and count as nobody's while nobody uses them.
+#[test]
+fn a_prefix_that_is_installed_is_cached_as_if_it_had_been_computed() {
+    let config = EngineConfig { max_running: 1, ..config(12, 4, 48) };
+    let (mut source, mut target) = two(&config);
+    let (long, salt) = (prompt(0, 18), Some("s".to_owned()));
+    let salted = |id, prompt: &[u32]| NewRequest { salt: salt.clone(), ..request(id, prompt, greedy(3)) };
+    source.submit(salted(1, &long));
+    source.run();
+    let prefix = Prefix { model: "m".to_owned(), tokens: long.clone(), adapter: None, salt: salt.clone() };
+    let from = source.engine.hold_prefix(&prefix, Blocks::ZERO).unwrap();
+    assert_eq!(source.engine.prepared(from).unwrap().held, Blocks(4));
+    target.submit(salted(2, &long[..9]));
+    target.run();
+    target.events.clear();
+    let to = target.engine.hold_prefix(&prefix, Blocks(4)).unwrap();
+    assert_eq!((target.engine.prepared(to).unwrap().held, target.engine.pool.used()), (Blocks(2), Blocks(4)));
+    // It takes no place: the one that there is serves another request meanwhile.
+    target.submit(request(3, &prompt(7, 5), greedy(2)));
+    target.run();
+    let (here, there) = (source.engine.prepared(from).unwrap(), target.engine.prepared(to).unwrap());
+    for index in 2..4 {
+        let bytes = source.executor.kv().unwrap().block(here.blocks[index]);
+        target.executor.kv_mut().unwrap().block_mut(there.blocks[index]).copy_from_slice(bytes);
+    }
+    assert_eq!(target.engine.install(to), Ok(Blocks(4)));
+    assert!(source.engine.abandon(from));
+    target.check();
+    assert!(matches!(&target.events[..], [.., KvEvent::Stored { hashes, .. }] if hashes.len() == 2), "{:?}", target.events);
+    assert_eq!((source.engine.pool.used(), target.engine.pool.used()), (Blocks(0), Blocks(0)));
+    target.submit(salted(4, &long));
+    target.run();
+    assert_eq!(target.told[&(4, 0)].cached, 16);
+    assert_eq!(target.told[&(4, 0)].tokens, alone(&config, &salted(4, &long), 0).tokens);
+    let other = Prefix { salt: None, ..prefix.clone() };
+    let unsalted = source.engine.hold_prefix(&other, Blocks::ZERO).unwrap();
+    assert_eq!(source.engine.prepared(unsalted).unwrap().held, Blocks(0), "another salt's prefix is never found");
+    assert!(source.engine.abandon(unsalted));
+    let large = Prefix { tokens: prompt(2, 52), ..prefix };
+    let error = source.engine.hold_prefix(&large, Blocks(13)).unwrap_err();
+    assert_eq!(error.to_string(), "13 blocks more are needed and 12 blocks can be had; free some or wait");
 }
 
 #[test]
@@ -134,7 +177,7 @@ fn what_is_prepared_keeps_its_place_and_blocks_until_it_is_abandoned() {
     let error = target.engine.grow(prepared[0], Tokens(65)).unwrap_err();
     assert_eq!(error.to_string(), "12 blocks more are needed and 11 blocks can be had; free some or wait");
     let views: Vec<_> = target.engine.preparations().map(|view| (view.id, view.request, view.held, view.blocks.len())).collect();
-    assert_eq!(views, [(prepared[0], RequestId(1), Blocks(0), 5)]);
+    assert_eq!(views, [(prepared[0], Some(RequestId(1)), Blocks(0), 5)]);
     target.check();
     assert!(target.step());
     assert!(target.engine.abandon(prepared[0]));
