@@ -8,6 +8,7 @@ mod frames;
 mod handshake;
 mod leaving;
 mod moving;
+mod prefixes;
 mod running;
 
 macro_rules! cases {
@@ -97,5 +98,15 @@ pub const CASES: &[Case] = cases![
     92 "a request moves to and fro" moving::to_and_fro,
     93 "what the target holds of the prefix is not sent to it again" moving::held,
     94 "a client that leaves during the copy frees both" moving::cancelled,
-    99 "the pools are as they were" moving::pools,
+    100 "COPY brings a cached prefix to the peer, which finds it" prefixes::between_two,
+    101 "COPY of what is not cached is ABORTED" prefixes::not_cached,
+    102 "a holder opens, brings every block and an end, and tells what is there" prefixes::holder_brings,
+    103 "COPY again is answered again, and copied once" prefixes::copied_once,
+    104 "REFUSE, ABORT and a lost KV connection end a copy with ABORTED" prefixes::holder_gives_up,
+    105 "STOP during a copy ends it at the holder" prefixes::holder_stops,
+    106 "a prefix that comes whole is installed, and found" prefixes::target_installs,
+    107 "a prefix that was not announced is refused" prefixes::unannounced,
+    108 "a prefix with a missing or altered block is ABORTED, and not found" prefixes::incomplete,
+    109 "STOP during a copy ends it at the target" prefixes::target_stops,
+    110 "the pools are as they were" moving::pools,
 ];

@@ -243,9 +243,12 @@ impl Fleet {
                 self.requests.entry(request.sequence).and_modify(|known| known.moved.push(copied));
                 Ok(())
             }
-            other @ (ControlFrame::Lease { .. } | ControlFrame::Expect { .. } | ControlFrame::ToSeat { .. }) => {
-                failed(format!("a replica sent {other:?}, which only gateways send"))
-            }
+            // Of no request.
+            ControlFrame::PrefixCopied { .. } => Ok(()),
+            other @ (ControlFrame::Lease { .. }
+            | ControlFrame::Expect { .. }
+            | ControlFrame::ToSeat { .. }
+            | ControlFrame::CopyPrefix { .. }) => failed(format!("a replica sent {other:?}, which only gateways send")),
         }
     }
 

@@ -98,8 +98,17 @@ impl Target {
         Ok(MoveTo { kv_address: self.address.clone(), nonce })
     }
 
-    /// The next source that connects and says what it brings.
+    /// The next source that connects and says what request it brings.
     pub(crate) async fn accept(&self) -> Checked<Coming> {
+        self.accept_with("PREPARE", |frame| if let KvFrame::Prepare(plan) = frame { Ok(plan) } else { Err(frame) }).await
+    }
+
+    /// The next holder that connects and says what prefix it brings.
+    pub(crate) async fn accept_prefix(&self) -> Checked<Coming> {
+        self.accept_with("PREFIX", |frame| if let KvFrame::Prefix(plan) = frame { Ok(plan) } else { Err(frame) }).await
+    }
+
+    async fn accept_with(&self, due: &str, planned: impl FnOnce(KvFrame) -> Result<KvPlan, KvFrame>) -> Checked<Coming> {
         let coming = async {
             let (stream, _) = self.listener.accept().await?;
             let Connection { mut reader, writer, .. } = self.identity.accept(stream, Role::Source).await?;
@@ -107,8 +116,10 @@ impl Target {
             let KvFrame::Open { request, attempt, source, target, nonce } = first else {
                 return failed(format!("OPEN was due from the source, and {first:?} came"));
             };
-            let second = decode(&reader.read().await?)?;
-            let KvFrame::Prepare(plan) = second else { return failed(format!("PREPARE was due from the source, and {second:?} came")) };
+            let plan = match planned(decode(&reader.read().await?)?) {
+                Ok(plan) => plan,
+                Err(other) => return failed(format!("{due} was due from the source, and {other:?} came")),
+            };
             let (layout, patience) = (self.layout.clone(), self.patience);
             Ok(Coming { request, attempt, source, target, nonce, plan, reader, writer, layout, patience })
         };
@@ -290,7 +301,7 @@ impl Coming {
         Ok(())
     }
 
-    fn block_size(&self) -> BlockSize {
+    pub(crate) fn block_size(&self) -> BlockSize {
         BlockSize::new(self.layout.block_size).unwrap_or(BlockSize::DEFAULT)
     }
 

@@ -15,10 +15,14 @@
 //! *Ranges.* Output indices are shared out among epochs: a superseded epoch still supplies those below the index at which it was
 //! closed, the current one any. So each index is delivered once, in order, and was computed from exactly the ones before it.
 //! The finish is an entry of its own at the next index, so that a finish that races a move needs no case.
+//!
+//! *Copies of prefixes.* What a replica has cached can be copied to another one without a request ([`PrefixOutput`]). A copy has a name
+//! like a request's, and no owner: it ends at each side by itself, and the same messages stop it.
 
 mod message;
 mod owners;
 mod ownership;
+mod prefixes;
 mod register;
 mod seat;
 mod seats;
@@ -31,6 +35,7 @@ mod checker;
 pub use message::{Entry, LostClass, Phase, Place, Tag, ToGateway, ToPeer, ToSeat};
 pub use owners::{Owners, OwnersInput, OwnersOutput};
 pub use ownership::{Ownership, OwnershipInput};
+pub use prefixes::{PREFIX_COPIES_MAX, PrefixOutput};
 pub use register::{Register, RegisterOutput};
 pub use seat::{Holding, Kv, Seat, SeatOutput, Work};
 pub use seats::{GatewayName, RequestName, Seats, SeatsInput, SeatsOutput};

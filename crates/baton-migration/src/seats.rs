@@ -4,9 +4,12 @@ use std::{
     time::Duration,
 };
 
-use baton_units::Time;
+use baton_units::{Blocks, Time};
 
-use crate::{Entry, LostClass, Phase, Place, Seat, SeatOutput, Tag, Timing, ToGateway, ToPeer, ToSeat, Work, timing::Repeat};
+use crate::{
+    Entry, LostClass, Phase, Place, PrefixOutput, Seat, SeatOutput, Tag, Timing, ToGateway, ToPeer, ToSeat, Work, prefixes::Prefixes,
+    timing::Repeat,
+};
 
 /// One life of one gateway.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -67,6 +70,23 @@ pub enum SeatsInput<E> {
     CopyFailed {
         request: RequestName,
     },
+    /// The gateway wants what is cached of a prefix copied to `target`.
+    CopyPrefix {
+        request: RequestName,
+        attempt: Tag,
+        target: Place,
+    },
+    /// A holder that was announced brings a prefix; [`Seats::holds_prefix`] tells then whether it may.
+    TakePrefix {
+        request: RequestName,
+        attempt: Tag,
+    },
+    /// This side's part of the copy of a prefix is over: with so many leading blocks in the cache, or with nothing.
+    PrefixEnded {
+        request: RequestName,
+        attempt: Tag,
+        blocks: Option<Blocks>,
+    },
     /// The moment of [`Seats::poll_timeout`] has passed.
     Timeout,
 }
@@ -101,6 +121,12 @@ pub enum SeatsOutput<E> {
         request: RequestName,
         work: Work,
     },
+    /// Of the copy of a prefix.
+    Prefix {
+        request: RequestName,
+        attempt: Tag,
+        output: PrefixOutput,
+    },
 }
 
 /// All that one life of a replica holds of requests, with its gateways' leases and its timers.
@@ -110,6 +136,7 @@ pub struct Seats<E> {
     timing: Timing,
     gateways: BTreeMap<GatewayName, Lease>,
     requests: BTreeMap<RequestName, Held<E>>,
+    prefixes: Prefixes,
     outputs: VecDeque<SeatsOutput<E>>,
 }
 
@@ -142,7 +169,14 @@ struct Held<E> {
 
 impl<E: Entry> Seats<E> {
     pub fn new(place: Place, timing: Timing) -> Self {
-        Self { place, timing, gateways: BTreeMap::new(), requests: BTreeMap::new(), outputs: VecDeque::new() }
+        Self {
+            place,
+            timing,
+            gateways: BTreeMap::new(),
+            requests: BTreeMap::new(),
+            prefixes: Prefixes::default(),
+            outputs: VecDeque::new(),
+        }
     }
 
     pub fn place(&self) -> Place {
@@ -158,6 +192,16 @@ impl<E: Entry> Seats<E> {
         self.requests.iter().filter(|(_, held)| held.seat.holding().is_some()).map(|(name, _)| *name)
     }
 
+    /// Whether the copy of a prefix is under way here.
+    pub fn holds_prefix(&self, request: RequestName, attempt: Tag) -> bool {
+        self.prefixes.holds(request, attempt)
+    }
+
+    /// Copies of prefixes that are under way here.
+    pub fn prefixes(&self) -> impl Iterator<Item = RequestName> {
+        self.prefixes.under_way()
+    }
+
     /// Drain [`Self::poll`] after each call.
     pub fn handle(&mut self, input: SeatsInput<E>, now: Time) {
         // First what the time says: after a suspension nothing computes on a lease that has run out.
@@ -166,6 +210,9 @@ impl<E: Entry> Seats<E> {
             SeatsInput::Attached { gateway } => self.attach(gateway, now),
             SeatsInput::Leased { gateway, sequence } => self.lease(gateway, sequence, now),
             SeatsInput::FromGateway { request, message } => {
+                if let ToSeat::Stop { upto } = message {
+                    self.with_prefixes(|prefixes, out| prefixes.stop(request, upto, now, out));
+                }
                 self.with_seat(request, now, |seat, out| seat.handle(message, out));
                 self.cover(request, now);
             }
@@ -177,7 +224,23 @@ impl<E: Entry> Seats<E> {
             SeatsInput::Frozen { request } => self.with_seat(request, now, Seat::frozen),
             SeatsInput::CannotRun { request, class } => self.with_seat(request, now, |seat, out| seat.cannot_run(class, out)),
             SeatsInput::CopyFailed { request } => self.with_seat(request, now, Seat::abort),
-            SeatsInput::Timeout => self.look_at_requests(now),
+            SeatsInput::CopyPrefix { request, attempt, target } => {
+                let over = self.is_over(request, attempt);
+                self.with_prefixes(|prefixes, out| prefixes.copy(request, attempt, target, over, now, out));
+            }
+            SeatsInput::TakePrefix { request, attempt } => {
+                if !self.is_over(request, attempt) {
+                    self.with_prefixes(|prefixes, out| prefixes.take(request, attempt, now, out));
+                }
+            }
+            SeatsInput::PrefixEnded { request, attempt, blocks } => {
+                self.with_prefixes(|prefixes, out| prefixes.ended(request, attempt, blocks, now, out));
+            }
+            SeatsInput::Timeout => {
+                self.look_at_requests(now);
+                let timing = self.timing;
+                self.with_prefixes(|prefixes, out| prefixes.timeout(&timing, now, out));
+            }
         }
     }
 
@@ -188,7 +251,19 @@ impl<E: Entry> Seats<E> {
     pub fn poll_timeout(&self) -> Time {
         let leases = self.gateways.values().map(|lease| lease.next.min(lease.ends(&self.timing)));
         let requests = self.requests.values().map(|held| held.due(&self.timing));
-        leases.chain(requests).min().unwrap_or(Time::NEVER)
+        leases.chain(requests).min().unwrap_or(Time::NEVER).min(self.prefixes.poll_timeout(&self.timing))
+    }
+
+    /// Whether the attempt was stopped here, or no lease covers what it would begin.
+    fn is_over(&self, request: RequestName, attempt: Tag) -> bool {
+        let covered = self.gateways.get(&request.gateway).is_some_and(|lease| lease.standing == Standing::Valid);
+        !covered || self.seat(request).is_some_and(|seat| seat.seen() >= attempt)
+    }
+
+    fn with_prefixes(&mut self, change: impl FnOnce(&mut Prefixes, &mut Vec<(RequestName, Tag, PrefixOutput)>)) {
+        let mut out = Vec::new();
+        change(&mut self.prefixes, &mut out);
+        self.outputs.extend(out.into_iter().map(|(request, attempt, output)| SeatsOutput::Prefix { request, attempt, output }));
     }
 
     /// A message that was long under way, or that comes for a gateway which is not attached, begins nothing that no lease would end.
@@ -211,7 +286,12 @@ impl<E: Entry> Seats<E> {
         for request in older {
             self.with_seat(request, now, Seat::lapse);
         }
-        self.gateways.retain(|name, _| name.id != gateway.id || name.incarnation == gateway.incarnation);
+        let replaced: Vec<GatewayName> =
+            self.gateways.keys().filter(|name| name.id == gateway.id && name.incarnation != gateway.incarnation).copied().collect();
+        for older in replaced {
+            self.with_prefixes(|prefixes, out| prefixes.lapse(older, now, out));
+            self.gateways.remove(&older);
+        }
         // Its handshake answers this life of the replica, as a heartbeat's answer would.
         let sequence = self.gateways.get(&gateway).map_or(0, |lease| lease.sequence);
         self.gateways.insert(gateway, Lease { sequence, ..Lease::new(now) });
@@ -269,6 +349,8 @@ impl<E: Entry> Seats<E> {
         let long_gone = 2 * self.timing.free_after;
         self.gateways.retain(|_, lease| now.since(lease.answered) <= long_gone);
         for (gateway, frees) in ended {
+            // Nobody waits for a copy whose gateway is not heard of.
+            self.with_prefixes(|prefixes, out| prefixes.lapse(gateway, now, out));
             let names: Vec<RequestName> = self.requests.keys().filter(|name| name.gateway == gateway).copied().collect();
             for request in names {
                 self.with_seat(request, now, if frees { Seat::lapse } else { Seat::pause });

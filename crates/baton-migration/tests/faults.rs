@@ -453,6 +453,7 @@ impl World {
                     self.at(after, Event::CopyEnds { at: from, request, fails });
                 }
                 SeatsOutput::Work { .. } => {}
+                SeatsOutput::Prefix { .. } => unreachable!("nobody orders a copy"),
             }
         }
         let due = self.replicas[replica].seats.poll_timeout();

@@ -21,7 +21,7 @@ use crate::{clock::Clock, kv_publisher::StepEvents, metrics::Metrics};
 mod moves;
 
 use moves::{Bench, Moves};
-pub(crate) use moves::{COPIED_BETWEEN_STEPS, Exported, MoveCommand, MoveEvent, Progress, Room, Slice};
+pub(crate) use moves::{COPIED_BETWEEN_STEPS, Exported, HeldPrefix, MoveCommand, MoveEvent, Progress, Room, Slice};
 
 /// One way into the engine thread.
 ///

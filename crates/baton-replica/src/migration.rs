@@ -1,7 +1,8 @@
 //! The replica's side of live migration (`docs/migration-protocol.md`): gateways attach, start requests and move them to other replicas.
 //!
 //! One task, the [`actor`], owns what is held of requests; the connections tell it what came and carry what it answers. The KV of a
-//! request that leaves is taken to its target by [`kv_source`], and one that comes is taken in by [`kv_target`].
+//! request that leaves is taken to its target by [`kv_source`], and one that comes is taken in by [`kv_target`]; a cached prefix without
+//! a request by [`prefix_source`] and [`prefix_target`].
 
 mod actor;
 mod control;
@@ -9,6 +10,8 @@ mod fault;
 mod kv_source;
 mod kv_target;
 mod lease_clock;
+mod prefix_source;
+mod prefix_target;
 mod travel;
 
 use std::{
@@ -149,6 +152,7 @@ impl Migration {
             control_address: listeners.control_address.to_string(),
             kv_address,
             fleet_key: config.fleet_key.is_some(),
+            copies_prefixes: kv_layout.is_some(),
             kv_layout,
         };
         Self { source, holdings, _tasks: tasks }

@@ -12,7 +12,7 @@ pub mod handshake;
 mod kv;
 mod run;
 
-pub use control::{ControlFrame, Copied, Heartbeat};
+pub use control::{ControlFrame, Copied, Heartbeat, PrefixCopied};
 pub use entry::{FinishReason, OutputEntry, TokenLogprobs};
 pub use frame::{FrameError, FrameKey, HEADER_BYTES, Header, MAC_BYTES, Opened, Opener, Sealer};
 pub use kv::{BlockHeader, HeldBlocks, KvFrame, KvPlan, Refusal};

@@ -60,6 +60,9 @@ pub struct MigrationSource {
     pub fleet_key: bool,
     /// Absent for an engine that hands out no KV.
     pub kv_layout: Option<KvLayout>,
+    /// Whether it copies cached prefixes to others and takes theirs; absent in reports of replicas that do not know of it.
+    #[serde(default)]
+    pub copies_prefixes: bool,
 }
 
 /// Where a subscriber finds a replica's KV events.

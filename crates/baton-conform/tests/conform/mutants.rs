@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use baton_conform::{Options, Suite};
 use baton_migration::{LostClass, Phase, Tag, ToGateway, ToSeat};
-use baton_wire::migration::{ControlFrame, HeldBlocks, KvFrame, OutputEntry};
+use baton_wire::migration::{ControlFrame, HeldBlocks, KvFrame, OutputEntry, PrefixCopied};
 
 use crate::{
     proxy::{Change, KvChange, Mutant, Proxy},
@@ -304,6 +304,47 @@ const MUTANTS: &[(&str, Mutant, &str)] = &[
             })
         }),
         "an attempt is honoured once",
+    ),
+    (
+        "says of no prefix that it was copied",
+        says(|frame| (!matches!(frame, ControlFrame::PrefixCopied { .. })).then_some(frame)),
+        "a holder opens, brings every block and an end",
+    ),
+    (
+        "says of a prefix that it does not have that it was copied",
+        says(|frame| {
+            Some(match frame {
+                ControlFrame::ToGateway { request, message: ToGateway::Aborted { attempt, .. }, .. } => {
+                    ControlFrame::PrefixCopied { request, attempt, copied: PrefixCopied::default() }
+                }
+                other => other,
+            })
+        }),
+        "COPY of what is not cached is ABORTED",
+    ),
+    (
+        "answers a repeated order with other blocks",
+        says(|frame| {
+            Some(match frame {
+                ControlFrame::PrefixCopied { request, attempt, copied } if copied.bytes == 0 => {
+                    ControlFrame::PrefixCopied { request, attempt, copied: PrefixCopied { blocks: copied.blocks + 1, ..copied } }
+                }
+                other => other,
+            })
+        }),
+        "COPY again is answered again",
+    ),
+    (
+        "does not end a copy that is stopped",
+        hears(|frame| {
+            ordered(frame, |message| {
+                Some(match message {
+                    ToSeat::Stop { upto: Tag::ALL } => ToSeat::Stop { upto: Tag(0) },
+                    other => other,
+                })
+            })
+        }),
+        "STOP during a copy ends it at the holder",
     ),
 ];
 

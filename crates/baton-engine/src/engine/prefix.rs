@@ -1,6 +1,6 @@
 //! Cached prefixes that are copied from engine to engine, without a sequence.
 
-use baton_kv::{OutOfBlocks, chain_keys};
+use baton_kv::{BlockKey, OutOfBlocks, chain_keys};
 use baton_units::{Blocks, Tokens};
 
 use super::{Engine, target::Preparation};
@@ -42,6 +42,12 @@ impl Engine {
         let id = PreparedId(self.next_prepared);
         self.prepared.insert(id, Preparation { request: None, held, tokens, table });
         Ok(id)
+    }
+
+    /// Names of the prefix's full blocks, in order.
+    pub fn keys_of(&self, prefix: &Prefix) -> Vec<BlockKey> {
+        let domain = self.domain_of(prefix.adapter.as_deref(), prefix.salt.as_deref());
+        chain_keys(domain.root(), &prefix.tokens, self.config.block_size)
     }
 
     /// Caches the blocks of a held prefix, whose KV has been written, and lets go of them: they are found, told of and evicted as if they

@@ -78,6 +78,9 @@ impl Engine {
         let preparation = self.prepared.get_mut(&id).ok_or(MoveRefusal::NotPrepared(id))?;
         let room = preparation.room(self.config.block_size);
         if tokens > room {
+            if preparation.request.is_none() {
+                return Err(MoveRefusal::TooLong { needed: tokens, limit: room });
+            }
             self.pool.reserve(&mut preparation.table, room.0..tokens.0, &mut Vec::new())?;
         }
         Ok(())

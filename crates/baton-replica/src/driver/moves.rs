@@ -7,7 +7,7 @@ use std::{
     time::Instant,
 };
 
-use baton_engine::{Engine, Executor, FinishReason, MoveRefusal, Output, PreparedId, SequenceId, SequenceState};
+use baton_engine::{Engine, Executor, FinishReason, MoveRefusal, Output, Prefix, PreparedId, SequenceId, SequenceState};
 use baton_units::{Blocks, RequestId, Time, Tokens};
 use tokio::sync::{mpsc, oneshot};
 
@@ -44,6 +44,12 @@ pub(crate) enum MoveCommand {
     /// Blocks by their numbers in the request; makes room for them where there is none.
     Write(PreparedId, Vec<(u32, Vec<u8>)>, oneshot::Sender<Result<(), MoveRefusal>>),
     Abandon(PreparedId),
+    /// Keeps what is cached of a prefix, with room for the rest up to so many blocks.
+    HoldPrefix(Box<Prefix>, Blocks, oneshot::Sender<Result<HeldPrefix, MoveRefusal>>),
+    /// Blocks of a held prefix from the first of these on, as many as may be copied between two steps; `None` when it is not here.
+    ReadPrefix(PreparedId, Range<u32>, oneshot::Sender<Option<Vec<Vec<u8>>>>),
+    /// Caches a held prefix, all of which was written, and tells how many blocks of it are cached.
+    InstallPrefix(PreparedId, oneshot::Sender<Result<Blocks, MoveRefusal>>),
 }
 
 /// What another engine needs to go on with a run.
@@ -74,6 +80,14 @@ pub(crate) struct Room {
     pub(crate) id: PreparedId,
     /// Leading blocks that were here already.
     pub(crate) held: Blocks,
+}
+
+/// What is held of a prefix.
+#[derive(Debug)]
+pub(crate) struct HeldPrefix {
+    pub(crate) room: Room,
+    /// Names of the prefix's full blocks.
+    pub(crate) keys: Vec<u64>,
 }
 
 #[derive(Debug)]
@@ -152,7 +166,7 @@ impl Moves {
     }
 
     pub(super) fn obey(&mut self, command: MoveCommand, bench: &mut Bench<'_>) {
-        let copies = matches!(command, MoveCommand::Read(..) | MoveCommand::Write(..));
+        let copies = matches!(command, MoveCommand::Read(..) | MoveCommand::ReadPrefix(..) | MoveCommand::Write(..));
         if copies && self.copied >= self.allowed {
             self.deferred.push_back(command);
             return;
@@ -194,6 +208,13 @@ impl Moves {
             }
             MoveCommand::Write(prepared, blocks, answer) => drop(answer.send(self.write(prepared, &blocks, bench))),
             MoveCommand::Abandon(prepared) => drop(bench.engine.abandon(prepared)),
+            MoveCommand::HoldPrefix(prefix, blocks, answer) => {
+                if let Err(Ok(held)) = answer.send(hold_prefix(&prefix, blocks, bench.engine)) {
+                    bench.engine.abandon(held.room.id);
+                }
+            }
+            MoveCommand::ReadPrefix(held, blocks, answer) => drop(answer.send(self.read_prefix(held, blocks, bench))),
+            MoveCommand::InstallPrefix(held, answer) => drop(answer.send(bench.engine.install(held))),
         }
     }
 
@@ -274,6 +295,20 @@ impl Moves {
         Some(Slice { blocks: copied, progress })
     }
 
+    fn read_prefix(&mut self, held: PreparedId, blocks: Range<u32>, bench: &Bench<'_>) -> Option<Vec<Vec<u8>>> {
+        let view = bench.engine.prepared(held)?;
+        let mut copied = Vec::new();
+        for &block in view.blocks.get(blocks.start as usize..view.held.0.min(blocks.end) as usize)? {
+            if self.copied >= self.allowed {
+                break;
+            }
+            let bytes = bench.executor.kv()?.block(block).to_vec();
+            self.copied += bytes.len();
+            copied.push(bytes);
+        }
+        Some(copied)
+    }
+
     fn write(&mut self, prepared: PreparedId, blocks: &[(u32, Vec<u8>)], bench: &mut Bench<'_>) -> Result<(), MoveRefusal> {
         let (size, limit) = (bench.engine.config().block_size, bench.engine.max_model_len());
         let Some(last) = blocks.iter().map(|&(index, _)| index).max() else { return Ok(()) };
@@ -312,4 +347,10 @@ fn prepare(state: &SequenceState, engine: &mut Engine) -> Result<Room, MoveRefus
     let id = engine.prepare(state)?;
     let held = engine.prepared(id).map_or(Blocks::ZERO, |view| view.held);
     Ok(Room { id, held })
+}
+
+fn hold_prefix(prefix: &Prefix, blocks: Blocks, engine: &mut Engine) -> Result<HeldPrefix, MoveRefusal> {
+    let id = engine.hold_prefix(prefix, blocks)?;
+    let held = engine.prepared(id).map_or(Blocks::ZERO, |view| view.held);
+    Ok(HeldPrefix { room: Room { id, held }, keys: engine.keys_of(prefix).iter().map(|key| key.0).collect() })
 }

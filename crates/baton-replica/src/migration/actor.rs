@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
+    convert::Infallible,
     sync::Arc,
     time::Duration,
 };
@@ -13,7 +14,7 @@ use baton_migration::{
     ToSeat, Work,
 };
 use baton_units::{RequestId, Time, Tokens};
-use baton_wire::migration::{ControlFrame, Copied, Heartbeat, MoveTo, OutputEntry, Refusal, RunRequest};
+use baton_wire::migration::{ControlFrame, Copied, Heartbeat, MoveTo, OutputEntry, PrefixCopied, Refusal, RunRequest};
 use tokio::{
     sync::{mpsc, oneshot, watch},
     task::AbortHandle,
@@ -29,6 +30,10 @@ use super::{
     travel,
 };
 use crate::driver::{EngineHandle, MoveCommand, MoveEvent, Room};
+
+mod prefixes;
+
+use prefixes::Prefixes;
 
 /// Entries that a gateway need not have acknowledged before a request is paused; it goes on when half of them are.
 const CREDIT: u32 = 256;
@@ -69,7 +74,21 @@ pub(super) enum Input {
         attempt: Tag,
         news: FromTarget,
     },
+    /// A holder wants to bring a prefix; what is answered ends when it is to stop.
+    PrefixOpened {
+        opening: Opening,
+        answer: oneshot::Sender<Result<oneshot::Receiver<Infallible>, Refusal>>,
+    },
+    /// This side of the copy of a prefix has ended.
+    Prefix {
+        request: RequestName,
+        attempt: Tag,
+        news: PrefixEnd,
+    },
 }
+
+/// With what the copy of a prefix came to, or why to nothing.
+pub(super) struct PrefixEnd(pub(super) Result<PrefixCopied, String>);
 
 /// Of the copy of a request that leaves.
 pub(super) enum FromSource {
@@ -117,6 +136,7 @@ pub(super) struct Actor {
     requests: BTreeMap<RequestName, Here>,
     runs: BTreeMap<RequestId, RequestName>,
     expected: BTreeMap<RequestName, Expected>,
+    prefixes: Prefixes,
     /// The one request that is taken in now.
     arriving: Option<(RequestName, Tag)>,
     /// Whose engine's part may differ from what the seat wants.
@@ -214,6 +234,7 @@ impl Actor {
             requests: BTreeMap::new(),
             runs: BTreeMap::new(),
             expected: BTreeMap::new(),
+            prefixes: Prefixes::default(),
             arriving: None,
             unsettled: BTreeSet::new(),
             holdings,
@@ -260,6 +281,11 @@ impl Actor {
                 let _ = answer.send(accepted);
             }
             Input::Target { request, attempt, news } => self.target_told(request, attempt, news),
+            Input::PrefixOpened { opening, answer } => {
+                let accepted = self.accept_prefix(&opening);
+                let _ = answer.send(accepted);
+            }
+            Input::Prefix { request, attempt, news } => self.prefix_ended(request, attempt, news),
         }
     }
 
@@ -277,7 +303,10 @@ impl Actor {
                 self.expected.insert(request, Expected { attempt, source, nonce });
             }
             ControlFrame::ToSeat { request, message, with } if request.gateway == gateway => self.gateway_told(request, message, &with),
-            ControlFrame::Expect { .. } | ControlFrame::ToSeat { .. } => {
+            ControlFrame::CopyPrefix { request, attempt, target, to, prefix } if request.gateway == gateway => {
+                self.copy_prefix(request, attempt, target, &to, &prefix);
+            }
+            ControlFrame::Expect { .. } | ControlFrame::ToSeat { .. } | ControlFrame::CopyPrefix { .. } => {
                 tracing::warn!(gateway = gateway.id, "a gateway spoke of another one's request; it is not heard");
             }
             ControlFrame::Heartbeat(_)
@@ -285,7 +314,8 @@ impl Actor {
             | ControlFrame::AllHeld
             | ControlFrame::ToGateway { .. }
             | ControlFrame::Scheduled { .. }
-            | ControlFrame::Moved { .. } => {
+            | ControlFrame::Moved { .. }
+            | ControlFrame::PrefixCopied { .. } => {
                 tracing::warn!(gateway = gateway.id, "a gateway sent a frame that only replicas send; it is not heard");
             }
         }
@@ -420,11 +450,8 @@ impl Actor {
 
     /// Only what its gateway announced, one at a time.
     fn accept(&mut self, opening: &Opening) -> Result<(), Refusal> {
-        let Opening { request, attempt, source, target, nonce } = *opening;
-        let announced = |expected: &Expected| expected.attempt == attempt && expected.source == source && expected.nonce == nonce;
-        if target != self.seats.place() || !self.expected.get(&request).is_some_and(announced) {
-            return Err(Refusal::NotExpected);
-        }
+        let Opening { request, attempt, .. } = *opening;
+        self.check_announced(opening)?;
         let is_over = |seat: &baton_migration::Seat<OutputEntry>| {
             seat.seen() >= attempt || seat.holding().is_some_and(|holding| holding.tag >= attempt)
         };
@@ -436,6 +463,13 @@ impl Actor {
         }
         self.arriving = Some((request, attempt));
         Ok(())
+    }
+
+    fn check_announced(&self, opening: &Opening) -> Result<(), Refusal> {
+        let Opening { request, attempt, source, target, nonce } = *opening;
+        let announced = |expected: &Expected| expected.attempt == attempt && expected.source == source && expected.nonce == nonce;
+        let is_announced = target == self.seats.place() && self.expected.get(&request).is_some_and(announced);
+        if is_announced { Ok(()) } else { Err(Refusal::NotExpected) }
     }
 
     fn target_told(&mut self, request: RequestName, attempt: Tag, news: FromTarget) {
@@ -499,7 +533,7 @@ impl Actor {
             let Some(request) = self.unsettled.pop_first() else { break };
             self.settle(request);
         }
-        let held = self.requests.len();
+        let held = self.requests.len() + self.seats.prefixes().count();
         self.holdings.send_if_modified(|holdings| std::mem::replace(holdings, held) != held);
     }
 
@@ -533,6 +567,7 @@ impl Actor {
                 self.unsettled.insert(request);
                 self.work(request, &work);
             }
+            SeatsOutput::Prefix { request, attempt, output } => self.perform_prefix(request, attempt, &output),
         }
     }
 
@@ -543,9 +578,7 @@ impl Actor {
         }
         let told = self.requests.get_mut(&request).and_then(|here| here.why.take());
         let finished = self.seats.seat(request).and_then(|seat| seat.holding()).is_some_and(Holding::has_finished);
-        let mut why = told.unwrap_or_else(|| if finished { "it finished first".to_owned() } else { String::new() });
-        why.truncate(why.floor_char_boundary(WHY_MAX));
-        why
+        short(told.unwrap_or_else(|| if finished { "it finished first".to_owned() } else { String::new() }))
     }
 
     fn tell_peer(&mut self, request: RequestName, message: ToPeer<OutputEntry>) {
@@ -753,4 +786,10 @@ fn class_of(why: &MoveRefusal) -> LostClass {
             LostClass::Lost
         }
     }
+}
+
+/// A reason as it is told to a gateway.
+fn short(mut why: String) -> String {
+    why.truncate(why.floor_char_boundary(WHY_MAX));
+    why
 }

@@ -30,6 +30,8 @@ pub(super) enum Point {
     TargetPrepared,
     /// `START` was heard; no output is on its way.
     TargetOwning,
+    /// The first block of a copied prefix is on its way.
+    PrefixCopying,
 }
 
 #[derive(Debug)]
@@ -67,6 +69,7 @@ impl Fault {
             "target-preparing" => Point::TargetPreparing,
             "target-prepared" => Point::TargetPrepared,
             "target-owning" => Point::TargetOwning,
+            "prefix-copying" => Point::PrefixCopying,
             _ => return None,
         };
         let signal = match signal {

@@ -42,7 +42,7 @@ pub(super) struct KvSource {
 pub(super) struct Frozen(pub(super) Vec<OutputEntry>);
 
 #[derive(Debug, thiserror::Error)]
-enum CopyError {
+pub(super) enum CopyError {
     #[error("there is no connection to the target: {0}")]
     Unreachable(ConnectionError),
     #[error("{0} answered, and {1} was to be reached")]
@@ -62,7 +62,7 @@ enum CopyError {
 }
 
 impl CopyError {
-    fn unexpected(frame: KvFrame) -> Self {
+    pub(super) fn unexpected(frame: KvFrame) -> Self {
         Self::Unexpected(Box::new(frame))
     }
 }
@@ -74,13 +74,13 @@ impl From<std::io::Error> for CopyError {
 }
 
 /// The connection to the target.
-struct Link {
-    writer: FrameWriter,
+pub(super) struct Link {
+    pub(super) writer: FrameWriter,
     frames: mpsc::Receiver<Result<KvFrame, ConnectionError>>,
     /// Bytes of blocks that the target takes now.
-    credit: u64,
+    pub(super) credit: u64,
     /// Bytes of blocks that went out.
-    sent: u64,
+    pub(super) sent: u64,
     _reader: JoinSet<()>,
 }
 
@@ -93,7 +93,7 @@ impl KvSource {
     }
 
     async fn copy(&self, frozen: oneshot::Receiver<Frozen>) -> Result<Infallible, CopyError> {
-        let mut link = self.connect().await?;
+        let mut link = Link::connect(&self.identity, self.target, &self.to).await?;
         let KvSource { request, attempt, here: source, target, .. } = *self;
         link.writer.kv(&KvFrame::Open { request, attempt, source, target, nonce: self.to.nonce }).await?;
         let exported = self.export().await?;
@@ -138,19 +138,6 @@ impl KvSource {
         std::future::pending().await
     }
 
-    async fn connect(&self) -> Result<Link, CopyError> {
-        let dialed = baton_link::dial(&self.to.kv_address, &self.identity, Role::Source, CONNECT_PATIENCE).await;
-        let Connection { hello, reader, writer } = dialed.map_err(CopyError::Unreachable)?;
-        let place = hello.place();
-        if place != self.target {
-            return Err(CopyError::Elsewhere(place, self.target));
-        }
-        let (sender, frames) = mpsc::channel(16);
-        let mut tasks = JoinSet::new();
-        tasks.spawn(read(reader, sender));
-        Ok(Link { writer, frames, credit: 0, sent: 0, _reader: tasks })
-    }
-
     fn plan(&self, exported: &Exported) -> KvPlan {
         KvPlan {
             tokens: exported.state.tokens(),
@@ -175,9 +162,7 @@ impl KvSource {
             for bytes in slice.blocks {
                 let before = Blocks(next).to_tokens(size);
                 let tokens = (slice.progress.computed - before).min(Tokens(size.get())).0;
-                link.wait_for_credit(bytes.len() as u64).await?;
-                link.writer.block(BlockHeader { index: next, tokens, checksum: xxh3_64(&bytes) }, &bytes).await?;
-                link.sent += bytes.len() as u64;
+                link.send(next, tokens, &bytes).await?;
                 next += 1;
             }
         }
@@ -216,7 +201,28 @@ impl KvSource {
 }
 
 impl Link {
-    async fn receive(&mut self) -> Result<KvFrame, CopyError> {
+    pub(super) async fn connect(identity: &Identity, target: Place, to: &MoveTo) -> Result<Self, CopyError> {
+        let dialed = baton_link::dial(&to.kv_address, identity, Role::Source, CONNECT_PATIENCE).await;
+        let Connection { hello, reader, writer } = dialed.map_err(CopyError::Unreachable)?;
+        let place = hello.place();
+        if place != target {
+            return Err(CopyError::Elsewhere(place, target));
+        }
+        let (sender, frames) = mpsc::channel(16);
+        let mut tasks = JoinSet::new();
+        tasks.spawn(read(reader, sender));
+        Ok(Self { writer, frames, credit: 0, sent: 0, _reader: tasks })
+    }
+
+    /// Sends a block with KV of so many tokens, when the target takes it.
+    pub(super) async fn send(&mut self, index: u32, tokens: u32, bytes: &[u8]) -> Result<(), CopyError> {
+        self.wait_for_credit(bytes.len() as u64).await?;
+        self.writer.block(BlockHeader { index, tokens, checksum: xxh3_64(bytes) }, bytes).await?;
+        self.sent += bytes.len() as u64;
+        Ok(())
+    }
+
+    pub(super) async fn receive(&mut self) -> Result<KvFrame, CopyError> {
         let ended = || ConnectionError::Io(std::io::ErrorKind::UnexpectedEof.into());
         let frame = self.frames.recv().await.ok_or_else(ended)??;
         if let KvFrame::Refuse(refusal) = &frame {

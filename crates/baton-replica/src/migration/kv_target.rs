@@ -24,6 +24,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::{
     actor::{FromTarget, Input},
     fault::{self, Point},
+    prefix_target::PrefixTarget,
     travel,
 };
 use crate::driver::{COPIED_BETWEEN_STEPS, EngineHandle, MoveCommand, Room};
@@ -51,7 +52,7 @@ pub(super) struct Opening {
 }
 
 #[derive(Debug, thiserror::Error)]
-enum TakeError {
+pub(super) enum TakeError {
     #[error(transparent)]
     Connection(#[from] ConnectionError),
     #[error("refused: {0}")]
@@ -84,10 +85,14 @@ pub(super) async fn listen(listener: TcpListener, identity: Arc<Identity>, engin
 async fn serve(stream: TcpStream, identity: &Identity, engine: EngineHandle, inputs: mpsc::Sender<Input>) -> Result<(), TakeError> {
     let Connection { hello, mut reader, mut writer } = identity.accept(stream, Role::Source).await?;
     let announced = tokio::time::timeout(PATIENCE, read_opening(&mut reader));
-    let (opening, plan) = announced.await.map_err(|_| TakeError::Silent)??;
+    let (opening, brings) = announced.await.map_err(|_| TakeError::Silent)??;
     if let Err(refusal) = check(identity, &hello, &opening) {
         return refuse(&mut writer, refusal).await;
     }
+    let plan = match brings {
+        Brings::Request(plan) => plan,
+        Brings::Prefix(plan) => return PrefixTarget { identity, engine, inputs, opening, writer }.serve(reader, plan).await,
+    };
     let (sender, answer) = oneshot::channel();
     let _ = inputs.send(Input::Opened { opening, answer: sender }).await;
     if let Err(refusal) = answer.await.map_err(|_| TakeError::Gone)? {
@@ -109,22 +114,33 @@ async fn serve(stream: TcpStream, identity: &Identity, engine: EngineHandle, inp
     ended
 }
 
-async fn refuse(writer: &mut FrameWriter, refusal: Refusal) -> Result<(), TakeError> {
+pub(super) async fn refuse(writer: &mut FrameWriter, refusal: Refusal) -> Result<(), TakeError> {
     writer.kv(&KvFrame::Refuse(refusal.clone())).await?;
     Err(TakeError::Refused(refusal))
 }
 
-async fn read_opening(reader: &mut FrameReader) -> Result<(Opening, KvPlan), TakeError> {
+/// What a source comes with.
+enum Brings {
+    Request(KvPlan),
+    Prefix(KvPlan),
+}
+
+async fn read_opening(reader: &mut FrameReader) -> Result<(Opening, Brings), TakeError> {
     let KvFrame::Open { request, attempt, source, target, nonce } = decode(&reader.read().await?)? else {
         return Err(TakeError::Protocol("the source did not open an attempt".to_owned()));
     };
-    let KvFrame::Prepare(plan) = decode(&reader.read().await?)? else {
+    let frame = decode(&reader.read().await?)?;
+    let brings = if let KvFrame::Prefix(plan) = frame {
+        Brings::Prefix(plan)
+    } else if let KvFrame::Prepare(plan) = frame {
+        Brings::Request(plan)
+    } else {
         return Err(TakeError::Protocol("the source did not say what it brings".to_owned()));
     };
-    Ok((Opening { request, attempt, source, target, nonce }, plan))
+    Ok((Opening { request, attempt, source, target, nonce }, brings))
 }
 
-fn decode(raw: &Raw) -> Result<KvFrame, TakeError> {
+pub(super) fn decode(raw: &Raw) -> Result<KvFrame, TakeError> {
     KvFrame::decode(raw.kind, &raw.body).map_err(|error| ConnectionError::Frame(error).into())
 }
 
@@ -143,6 +159,11 @@ fn check(identity: &Identity, hello: &Hello, opening: &Opening) -> Result<(), Re
     Ok(())
 }
 
+/// Of one block of the KV here.
+pub(super) fn block_bytes(identity: &Identity) -> u64 {
+    identity.hello.kv_layout.as_ref().map_or(0, |layout| layout.block_bytes)
+}
+
 /// One attempt to move one request here.
 struct KvTarget<'a> {
     identity: &'a Identity,
@@ -153,14 +174,14 @@ struct KvTarget<'a> {
 }
 
 /// What has come of the blocks.
-struct Arrival {
+pub(super) struct Arrival {
     room: Room,
     /// Tokens of each block that came.
-    tokens: BTreeMap<u32, u32>,
+    pub(super) tokens: BTreeMap<u32, u32>,
     pending: VecDeque<(u32, Vec<u8>)>,
     /// Bytes that may come, that wait, and that are written now.
-    credit: u64,
-    writing: Option<(oneshot::Receiver<Result<(), MoveRefusal>>, u64)>,
+    pub(super) credit: u64,
+    pub(super) writing: Option<(oneshot::Receiver<Result<(), MoveRefusal>>, u64)>,
     /// All blocks came before it.
     state: Option<(Vec<OutputEntry>, RunRequest)>,
 }
@@ -191,15 +212,14 @@ impl KvTarget<'_> {
         room: Room,
         mut orders: mpsc::UnboundedReceiver<TargetOrder>,
     ) -> Result<(), TakeError> {
-        let block_bytes = self.identity.hello.kv_layout.as_ref().map_or(0, |layout| layout.block_bytes);
-        let credit = WINDOW.max(2 * block_bytes);
-        let mut arrival = Arrival { room, tokens: BTreeMap::new(), pending: VecDeque::new(), credit, writing: None, state: None };
-        self.writer.kv(&KvFrame::Have { blocks: HeldBlocks { held: room.held.0 }, credit }).await?;
+        let block_bytes = block_bytes(self.identity);
+        let mut arrival = Arrival::new(room, block_bytes);
+        self.writer.kv(&arrival.have()).await?;
         let (sender, mut frames) = mpsc::channel(16);
         let mut tasks = JoinSet::new();
         tasks.spawn(read(reader, sender));
         loop {
-            self.write(&mut arrival)?;
+            arrival.write(&self.engine)?;
             if arrival.writing.is_none()
                 && let Some((entries, run)) = arrival.state.take()
             {
@@ -227,24 +247,6 @@ impl KvTarget<'_> {
         }
     }
 
-    /// Gives the engine what came, a piece at a time.
-    fn write(&self, arrival: &mut Arrival) -> Result<(), TakeError> {
-        if arrival.writing.is_some() || arrival.pending.is_empty() {
-            return Ok(());
-        }
-        let (mut blocks, mut bytes) = (Vec::new(), 0);
-        while bytes < COPIED_BETWEEN_STEPS
-            && let Some((index, block)) = arrival.pending.pop_front()
-        {
-            bytes += block.len();
-            blocks.push((index, block));
-        }
-        let (sender, answer) = oneshot::channel();
-        self.order(MoveCommand::Write(arrival.room.id, blocks, sender))?;
-        arrival.writing = Some((answer, bytes as u64));
-        Ok(())
-    }
-
     /// The sequence as the engine prepares for it.
     fn planned(&self, plan: &KvPlan) -> Result<SequenceState, TakeError> {
         let refused = |why: String| TakeError::Refused(Refusal::Other(why));
@@ -265,6 +267,34 @@ impl KvTarget<'_> {
 }
 
 impl Arrival {
+    pub(super) fn new(room: Room, block_bytes: u64) -> Self {
+        let credit = WINDOW.max(2 * block_bytes);
+        Self { room, tokens: BTreeMap::new(), pending: VecDeque::new(), credit, writing: None, state: None }
+    }
+
+    /// What need not come, and how many bytes may.
+    pub(super) fn have(&self) -> KvFrame {
+        KvFrame::Have { blocks: HeldBlocks { held: self.room.held.0 }, credit: self.credit }
+    }
+
+    /// Gives the engine what came, a piece at a time.
+    pub(super) fn write(&mut self, engine: &EngineHandle) -> Result<(), TakeError> {
+        if self.writing.is_some() || self.pending.is_empty() {
+            return Ok(());
+        }
+        let (mut blocks, mut bytes) = (Vec::new(), 0);
+        while bytes < COPIED_BETWEEN_STEPS
+            && let Some((index, block)) = self.pending.pop_front()
+        {
+            bytes += block.len();
+            blocks.push((index, block));
+        }
+        let (sender, answer) = oneshot::channel();
+        engine.move_sequence(MoveCommand::Write(self.room.id, blocks, sender)).map_err(|_| TakeError::Gone)?;
+        self.writing = Some((answer, bytes as u64));
+        Ok(())
+    }
+
     fn heard(&mut self, raw: Raw, block_bytes: u64) -> Result<(), TakeError> {
         let frame = decode(&raw)?;
         if let KvFrame::Block(header) = frame {
@@ -284,7 +314,7 @@ impl Arrival {
         Ok(())
     }
 
-    fn block(&mut self, header: BlockHeader, bytes: Vec<u8>, block_bytes: u64) -> Result<(), TakeError> {
+    pub(super) fn block(&mut self, header: BlockHeader, bytes: Vec<u8>, block_bytes: u64) -> Result<(), TakeError> {
         let BlockHeader { index, tokens, checksum } = header;
         if bytes.len() as u64 != block_bytes {
             return Err(TakeError::Protocol(format!("block {index} has {} bytes, a block here {block_bytes}", bytes.len())));
@@ -312,7 +342,7 @@ impl Arrival {
 }
 
 /// Bytes that were written; never, where nothing is being written.
-async fn written(writing: &mut Option<(oneshot::Receiver<Result<(), MoveRefusal>>, u64)>) -> Result<u64, Refusal> {
+pub(super) async fn written(writing: &mut Option<(oneshot::Receiver<Result<(), MoveRefusal>>, u64)>) -> Result<u64, Refusal> {
     let Some((answer, bytes)) = writing else { return std::future::pending().await };
     let (answer, bytes) = (answer.await, *bytes);
     *writing = None;
@@ -323,14 +353,14 @@ async fn written(writing: &mut Option<(oneshot::Receiver<Result<(), MoveRefusal>
     }
 }
 
-fn refusal(why: &MoveRefusal) -> Refusal {
+pub(super) fn refusal(why: &MoveRefusal) -> Refusal {
     if let MoveRefusal::NoRoom(room) = why {
         return Refusal::NoRoom { needed: room.needed.0, free: room.available.0 };
     }
     Refusal::Other(why.to_string())
 }
 
-async fn read(mut reader: FrameReader, frames: mpsc::Sender<Result<Raw, ConnectionError>>) {
+pub(super) async fn read(mut reader: FrameReader, frames: mpsc::Sender<Result<Raw, ConnectionError>>) {
     loop {
         let raw = reader.read().await;
         let ended = raw.is_err();

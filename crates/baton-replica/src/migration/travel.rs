@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use baton_engine::{FinishReason, History, NewRequest, Output, OutputEnds, SamplingError, SequenceState};
+use baton_engine::{FinishReason, History, NewRequest, Output, OutputEnds, Prefix, SamplingError, SequenceState};
 use baton_openai::{sampling_from_wire, sampling_to_wire};
 use baton_units::{BlockSize, Priority, RequestId, Tokens};
 use baton_wire::migration::{
@@ -62,6 +62,18 @@ pub(super) fn from_wire(run: &RunRequest, id: RequestId, output: Vec<u32>) -> Re
             preemptions: progress.preemptions,
         },
     })
+}
+
+/// The prefix whose copy is asked for by what would run after it.
+pub(super) fn prefix_of(run: &RunRequest) -> Prefix {
+    let RunRequest { model, prompt, adapter, salt, .. } = run.clone();
+    Prefix { model, tokens: prompt, adapter, salt }
+}
+
+/// As it travels in a plan, which has the tokens beside it.
+pub(super) fn prefix_to_wire(prefix: &Prefix) -> RunRequest {
+    let Prefix { model, adapter, salt, .. } = prefix.clone();
+    RunRequest { model, adapter, salt, ..RunRequest::default() }
 }
 
 /// Token ids of entries; a finish has none.

@@ -47,6 +47,25 @@ pub enum ControlFrame {
     },
     /// Source, behind the message that asks to commit: what the move took. A hint, which may be lost.
     Moved { request: RequestName, attempt: Tag, copied: Copied },
+    /// Gateway, to a replica that says in its report that it copies prefixes: bring what is cached of a prefix to `target`, which was told
+    /// to expect it. `to` is a [`MoveTo`](super::MoveTo), `prefix` a [`RunRequest`](super::RunRequest) of which model, prompt, adapter and
+    /// salt count.
+    CopyPrefix { request: RequestName, attempt: Tag, target: Place, to: Vec<u8>, prefix: Vec<u8> },
+    /// Either replica of a copied prefix: it is in its cache.
+    PrefixCopied { request: RequestName, attempt: Tag, copied: PrefixCopied },
+}
+
+/// What the copy of a prefix came to, as one of its sides saw it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PrefixCopied {
+    /// Leading blocks of the prefix that are in the cache of this side.
+    pub blocks: u32,
+    /// Blocks that the target had already.
+    pub held: u32,
+    /// Of the blocks that travelled.
+    pub bytes: u64,
+    /// From the order at the holder, or the connection at the target, to the end.
+    pub took_us: u64,
 }
 
 /// What was copied for one attempt to move a request, as its source saw it.
@@ -111,6 +130,7 @@ mod kind {
     pub(super) const RESUME: u16 = 0x25;
     pub(super) const STOP: u16 = 0x26;
     pub(super) const ACK: u16 = 0x27;
+    pub(super) const COPY: u16 = 0x28;
     pub(super) const OUTPUT: u16 = 0x30;
     pub(super) const COMMIT_TARGET: u16 = 0x31;
     pub(super) const COMMIT_SOURCE: u16 = 0x32;
@@ -120,6 +140,7 @@ mod kind {
     pub(super) const LOST: u16 = 0x36;
     pub(super) const SCHEDULED: u16 = 0x37;
     pub(super) const MOVED: u16 = 0x38;
+    pub(super) const COPIED: u16 = 0x39;
 }
 
 impl ControlFrame {
@@ -173,6 +194,12 @@ impl ControlFrame {
             Self::Scheduled { request, epoch, cached, waited_us } => (kind::SCHEDULED, body(&(name(*request), epoch.0, cached, waited_us))),
             Self::Moved { request, attempt, copied: Copied { bytes, held, rounds, gap_us } } => {
                 (kind::MOVED, body(&(name(*request), attempt.0, bytes, held, rounds, gap_us)))
+            }
+            Self::CopyPrefix { request, attempt, target, to, prefix } => {
+                (kind::COPY, body(&(name(*request), attempt.0, wire_place(*target), Bytes(to), Bytes(prefix))))
+            }
+            Self::PrefixCopied { request, attempt, copied: PrefixCopied { blocks, held, bytes, took_us } } => {
+                (kind::COPIED, body(&(name(*request), attempt.0, blocks, held, bytes, took_us)))
             }
         }
     }
@@ -262,6 +289,15 @@ impl ControlFrame {
             kind::MOVED => {
                 let (named, attempt, bytes, held, rounds, gap_us) = read(kind, body)?;
                 Self::Moved { request: request(named), attempt: Tag(attempt), copied: Copied { bytes, held, rounds, gap_us } }
+            }
+            kind::COPY => {
+                let (named, attempt, target, Payload(to), Payload(prefix)) = read(kind, body)?;
+                Self::CopyPrefix { request: request(named), attempt: Tag(attempt), target: place(target), to, prefix }
+            }
+            kind::COPIED => {
+                let (named, attempt, blocks, held, bytes, took_us) = read(kind, body)?;
+                let copied = PrefixCopied { blocks, held, bytes, took_us };
+                Self::PrefixCopied { request: request(named), attempt: Tag(attempt), copied }
             }
             _ => return Err(FrameError::UnknownKind(kind)),
         })

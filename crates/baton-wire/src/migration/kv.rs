@@ -87,6 +87,15 @@ pub enum KvFrame {
     Prepared {
         entries: u32,
     },
+    /// Source, in place of `Prepare`: a cached prefix comes, and nothing is to run. All its blocks are full, and of what to run model,
+    /// adapter and salt count.
+    Prefix(KvPlan),
+    /// Source: all blocks of the prefix that the target lacked went before.
+    PrefixSent,
+    /// Target: so many leading blocks of the prefix are cached here.
+    Installed {
+        blocks: u32,
+    },
     /// Either.
     Abort {
         why: String,
@@ -99,10 +108,13 @@ mod kind {
     pub(super) const BLOCK: u16 = 0x42;
     pub(super) const STATE: u16 = 0x43;
     pub(super) const ABORT: u16 = 0x44;
+    pub(super) const PREFIX: u16 = 0x45;
+    pub(super) const PREFIX_SENT: u16 = 0x46;
     pub(super) const HAVE: u16 = 0x50;
     pub(super) const REFUSE: u16 = 0x51;
     pub(super) const CREDIT: u16 = 0x52;
     pub(super) const PREPARED: u16 = 0x53;
+    pub(super) const INSTALLED: u16 = 0x54;
 }
 
 impl KvFrame {
@@ -127,6 +139,9 @@ impl KvFrame {
             Self::State { entries, plan } => (kind::STATE, body(&(entries, plan))),
             Self::Prepared { entries } => (kind::PREPARED, body(&(entries,))),
             Self::Abort { why } => (kind::ABORT, body(&(why,))),
+            Self::Prefix(plan) => (kind::PREFIX, body(plan)),
+            Self::PrefixSent => (kind::PREFIX_SENT, body(&())),
+            Self::Installed { blocks } => (kind::INSTALLED, body(&(blocks,))),
         };
         sealer.seal(kind, &body, out);
     }
@@ -168,6 +183,12 @@ impl KvFrame {
             kind::ABORT => {
                 let (why,) = read(kind, body)?;
                 Self::Abort { why }
+            }
+            kind::PREFIX => Self::Prefix(read(kind, body)?),
+            kind::PREFIX_SENT => Self::PrefixSent,
+            kind::INSTALLED => {
+                let (blocks,) = read(kind, body)?;
+                Self::Installed { blocks }
             }
             _ => return Err(FrameError::UnknownKind(kind)),
         })

@@ -49,6 +49,12 @@ fn control_frames() -> Vec<ControlFrame> {
         reasoned(ToGateway::Lost { epoch, class: LostClass::Busy }, "its queue is full"),
         ControlFrame::Scheduled { request: request(), epoch, cached: 32, waited_us: 1 << 40 },
         ControlFrame::Moved { request: request(), attempt, copied: Copied { bytes: 1 << 40, held: 2, rounds: 3, gap_us: 4_000 } },
+        ControlFrame::CopyPrefix { request: request(), attempt, target: place(1), to: b"where".to_vec(), prefix: b"of what".to_vec() },
+        ControlFrame::PrefixCopied {
+            request: request(),
+            attempt,
+            copied: PrefixCopied { blocks: 7, held: 2, bytes: 1 << 40, took_us: 1 << 33 },
+        },
     ]
 }
 
@@ -57,6 +63,9 @@ fn kv_frames() -> Vec<KvFrame> {
     vec![
         KvFrame::Open { request: request(), attempt: Tag(4), source: place(0), target: place(1), nonce: [7; 16] },
         KvFrame::Prepare(plan.clone()),
+        KvFrame::Prefix(plan.clone()),
+        KvFrame::PrefixSent,
+        KvFrame::Installed { blocks: 7 },
         KvFrame::Have { blocks: HeldBlocks { held: 1 }, credit: 1 << 20 },
         KvFrame::Refuse(Refusal::NoRoom { needed: 9, free: 3 }),
         KvFrame::Credit { bytes: 5 },

@@ -58,6 +58,7 @@ fn a_prefix_that_is_installed_is_cached_as_if_it_had_been_computed() {
     target.events.clear();
     let to = target.engine.hold_prefix(&prefix, Blocks(4)).unwrap();
     assert_eq!((target.engine.prepared(to).unwrap().held, target.engine.pool.used()), (Blocks(2), Blocks(4)));
+    assert!(target.engine.grow(to, Tokens(17)).is_err(), "there are no more blocks of it");
     // It takes no place: the one that there is serves another request meanwhile.
     target.submit(request(3, &prompt(7, 5), greedy(2)));
     target.run();
