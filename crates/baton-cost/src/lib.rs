@@ -28,4 +28,4 @@ pub use move_price::{MoveCase, MovePrice, MoveWay, WayPrice};
 pub use quantised_kv::QuantisedKv;
 pub use shape::{Attention, Experts, ModelShape, ShapeError};
 pub use step::{StepCoefficients, StepLoad};
-pub use transfer::{Migration, copy_round_ratio, copy_share, kv_budget_bytes};
+pub use transfer::{Migration, copy_round_ratio, copy_share, fetch_s, kv_budget_bytes};

@@ -41,6 +41,11 @@ pub fn copy_round_ratio(kv_bytes_per_token: f64, link: &Link, step_s: f64) -> f6
     kv_bytes_per_token / link.bytes_per_s / step_s
 }
 
+/// Seconds until `bytes` of a peer are there, over a link that `flows` others share equally: `l0 + bytes (flows + 1) / BW`.
+pub fn fetch_s(bytes: f64, latency_s: f64, bytes_per_s: f64, flows: u32) -> f64 {
+    latency_s + bytes * (f64::from(flows) + 1.0) / bytes_per_s
+}
+
 /// Bytes of a device that KV may take: its usable memory less the weights; zero when the weights do not fit.
 pub fn kv_budget_bytes(shape: &ModelShape, device: &Device) -> f64 {
     (device.usable_bytes() - shape.weight_bytes()).max(0.0)

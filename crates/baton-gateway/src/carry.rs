@@ -3,6 +3,7 @@
 //! The [`Desk`] owns who runs what; each [`link`] carries its messages to and from one life of one replica, and each exchange holds a
 //! [`Run`] of its request's sequences. What moves, and why, is decided elsewhere.
 
+mod copies;
 mod desk;
 pub(crate) mod link;
 mod link_fit;
@@ -10,6 +11,7 @@ mod moves;
 mod rounds;
 mod run;
 
+pub(crate) use copies::PrefixOrder;
 pub(crate) use desk::{Desk, Effect, Link, Loss, NewSequence, NotMovable};
 pub(crate) use moves::{MoveOutcome, MoveRecord};
 pub(crate) use rounds::Rounds;

@@ -103,6 +103,8 @@ struct Exchange {
     session: Session,
     outlet: Outlet,
     verdict: Option<oneshot::Receiver<Verdict>>,
+    /// Placed, and its prefix is on the way.
+    fetching: Option<copy::Fetching>,
     refusal: Option<Refusal>,
     attempt: Option<Running>,
     view: ClientView,
@@ -165,6 +167,8 @@ enum Wake {
     Closing,
     Timeout,
     Verdict(Option<Verdict>),
+    /// The prefix that the request waits for is at its replica, or is given up.
+    Fetched(ReplicaId, bool),
     Arrived(Arrived),
     /// Of a choice that is carried.
     Carried(u32, RunEvent),
@@ -212,6 +216,7 @@ impl Exchange {
             session: Session::new(config, admitted.live.arrived),
             outlet: Outlet::new(),
             verdict: None,
+            fetching: None,
             refusal: None,
             attempt: None,
             view: ClientView::new(intake.wishes, id),
@@ -274,6 +279,11 @@ impl Exchange {
                 return Poll::Ready(Wake::Verdict(verdict.ok()));
             }
         }
+        if let Some(fetching) = &mut self.fetching
+            && let Poll::Ready(arrived) = fetching.arrives.as_mut().poll(context)
+        {
+            return Poll::Ready(Wake::Fetched(fetching.replica, arrived));
+        }
         match self.attempt.as_mut().map(|running| &mut running.way) {
             Some(Way::Wire(wire)) => {
                 if let Poll::Ready(arrived) = wire.attempt.poll_next(context) {
@@ -323,6 +333,7 @@ impl Exchange {
                 let verdict = verdict.unwrap_or(Verdict::Refuse(baton_policy::Refusal::NoReplica));
                 if self.is_carried() { self.goes_on(verdict) } else { self.decided(verdict) }
             }
+            Wake::Fetched(replica, arrived) => self.fetched(replica, arrived),
             Wake::Arrived(arrived) => self.arrived(arrived),
             Wake::Carried(choice, event) => self.carried(choice, event),
             Wake::Died => self.died(),
@@ -401,12 +412,15 @@ impl Exchange {
     fn decided(&mut self, verdict: Verdict) {
         let now = self.fleet.clock.now();
         match verdict {
-            Verdict::Run(Placed { replica, copy }) => {
+            Verdict::Run(Placed { replica, copy, fetch }) => {
                 if let Some(copy) = copy {
                     copy::send(&self.fleet, &self.admitted, replica, copy);
                 }
-                let first_token_within = self.first_token_within(Some(replica));
-                self.session.handle(Input::Placed { replica, first_token_within }, now);
+                match fetch.map(|fetch| copy::fetch(&self.fleet, &self.admitted, replica, fetch)) {
+                    None => self.placed(replica),
+                    Some(Some(fetching)) => self.fetching = Some(fetching),
+                    Some(None) => self.fetched(replica, false),
+                }
             }
             Verdict::Hold => {}
             Verdict::Refuse(refusal) => {
@@ -414,6 +428,19 @@ impl Exchange {
                 self.session.handle(Input::Refused, now);
             }
         }
+    }
+
+    /// What was to be brought to the replica is there, or is not waited for.
+    fn fetched(&mut self, replica: ReplicaId, arrived: bool) {
+        self.fetching = None;
+        let request = self.admitted.live.id;
+        self.fleet.with_router(|router, now| router.fetched(request, arrived, now));
+        self.placed(replica);
+    }
+
+    fn placed(&mut self, replica: ReplicaId) {
+        let first_token_within = self.first_token_within(Some(replica));
+        self.session.handle(Input::Placed { replica, first_token_within }, self.fleet.clock.now());
     }
 
     /// How long the replica may take for its first token before it is taken for hung.

@@ -54,8 +54,23 @@ pub struct Quote {
     pub replica: ReplicaId,
     pub total_ms: f64,
     pub terms: Terms,
+    /// Prompt tokens whose KV is there when it starts, those that are fetched included.
     pub hit_tokens: Tokens,
+    /// What of them would be brought from a peer before; `None` where that is not possible, or dearer than to compute them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fetch: Option<FetchQuote>,
     pub in_flight: u32,
+}
+
+/// A peer as source of a prefix.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct FetchQuote {
+    pub from: ReplicaId,
+    pub tokens: Tokens,
+    /// On the link, while the request waits in any case.
+    pub ms: f64,
+    /// What the prefill would take without.
+    pub recompute_ms: f64,
 }
 
 /// Parts of a quote, in ms. Policies other than `price` leave what they do not price at zero.

@@ -3,7 +3,7 @@ use std::{fmt, str::FromStr};
 use baton_units::{Blocks, ReplicaId, Tokens};
 use serde::{Deserialize, Serialize};
 
-use crate::Terms;
+use crate::{Terms, peers::Fetch};
 
 mod cheap_signals;
 mod least_kv;
@@ -44,7 +44,9 @@ pub(crate) struct Candidate {
     pub(crate) in_flight: u32,
     /// Requests without a first token.
     pub(crate) queued: u32,
+    /// What it fetches included.
     pub(crate) hit: Tokens,
+    pub(crate) fetch: Option<Fetch>,
     /// Blocks not pinned by requests in flight.
     pub(crate) blocks_free: Blocks,
     pub(crate) blocks_total: Blocks,

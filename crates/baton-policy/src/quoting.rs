@@ -4,11 +4,12 @@ use baton_cost::StepLoad;
 use baton_units::{Blocks, DurationMs, ReplicaId, Time, Tokens};
 
 use crate::{
-    Arrival, Discipline, ReplicaSpec, Terms,
+    Arrival, Discipline, ReplicaSpec, ReplicaState, Terms,
     chains::ChainId,
     delay::{Backlog, Coming, Delays},
     fleet::{LastPrefill, Losses, Replica},
     mover::{QUIET_STEP, quiet_blocks, steps_or_tokens},
+    peers::Fetch,
     policy::Candidate,
     router::Router,
 };
@@ -79,6 +80,10 @@ impl Router {
         self.scratch.work_ms.clear();
         let mut candidates = std::mem::take(&mut self.scratch.candidates);
         candidates.clear();
+        self.peers.holders.clear();
+        if prices_others && self.config.copies && !self.peers.is_empty() {
+            self.find_holders(arrival);
+        }
         candidates.extend(ids.iter().map(|id| self.own_terms(arrival, *id, now)));
         self.scratch.others.clear();
         if prices_others {
@@ -118,6 +123,22 @@ impl Router {
         work_ms.truncate(PRICED_MAX);
     }
 
+    /// Who has the most of the request's prompt and can bring it to others: what is still being computed there does not count.
+    fn find_holders(&mut self, arrival: &Arrival) {
+        for place in 0..self.replicas.places() {
+            let id = ReplicaId(place as u32);
+            let depth = self.depth(id);
+            let ready = self.replicas.get(id).is_some_and(|replica| replica.state == ReplicaState::Ready);
+            if !ready || !self.peers.is_better(id, depth) || self.index.doubtful(id) {
+                continue;
+            }
+            let Some(&end) = arrival.keys.get((depth - 1) as usize) else { continue };
+            if self.warming_ms(id, end, depth as usize) == 0.0 {
+                self.peers.offer(id, depth);
+            }
+        }
+    }
+
     /// Wait and prefill of the request itself.
     fn own_terms(&mut self, arrival: &Arrival, id: ReplicaId, now: Time) -> Candidate {
         let replica = &self.replicas[id];
@@ -127,12 +148,24 @@ impl Router {
             prefill = DOUBTFUL_HIT * prefill + (1.0 - DOUBTFUL_HIT) * replica.prefill_ms(arrival.prompt, Tokens::ZERO);
         }
         let backlog = replica.backlog();
-        let wait = backlog.wait_ms(prefill).max(self.memory_wait_ms(replica, arrival, now));
+        let (memory_wait, mut hit) = (self.memory_wait_ms(replica, arrival, now), hit);
+        let mut wait = backlog.wait_ms(prefill).max(memory_wait);
+        let fetch = if self.peers.holders.is_empty() || memory_wait > 0.0 { None } else { self.peers.quote(replica, arrival.prompt, hit) };
+        let fetch = fetch.and_then(|fetch| {
+            let after = self.scratch.last_prefill.ms(replica, arrival.prompt, hit + fetch.tokens);
+            (fetch.ms + after < prefill).then_some((Fetch { recompute_ms: prefill, ..fetch }, after))
+        });
+        let fetch = fetch.map(|(fetch, after)| {
+            // It travels while others are computed.
+            (wait, prefill, hit) = (backlog.wait_ms(after).max(fetch.ms), after, hit + fetch.tokens);
+            fetch
+        });
         let candidate = Candidate {
             replica: id,
             in_flight: replica.in_flight(),
             queued: replica.ledger.prefilling() as u32,
             hit,
+            fetch,
             blocks_free: replica.blocks_free(self.index.blocks_pinned(id), now),
             blocks_total: replica.spec.kv_blocks,
             blocks_needed: arrival.prompt.to_blocks(replica.spec.block_size),

@@ -34,6 +34,21 @@ pub enum Verdict {
 pub struct Placed {
     pub replica: ReplicaId,
     pub copy: Option<PrefixCopy>,
+    /// What is to be brought there first.
+    pub fetch: Option<PrefixFetch>,
+}
+
+/// The first `blocks` blocks of the request's prompt are at `from`, and it is faster to bring them to the request's replica than to
+/// compute them there.
+///
+/// Have them brought, start the request then, and tell by [`Router::fetched`](crate::Router::fetched) how it ended. Whoever cannot do so
+/// says so at once, and starts the request without.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PrefixFetch {
+    pub from: ReplicaId,
+    pub blocks: Blocks,
+    /// What it is expected to take; after much more it is not worth waiting for.
+    pub takes: Duration,
 }
 
 /// The first `blocks` blocks of the request's prompt are worth having on `to` as well.

@@ -7,14 +7,15 @@ use baton_kv::{Applied, BlockKey, FleetIndex, KvEventBatch, Matched, Snapshot, S
 use baton_units::{Blocks, DurationMs, Incarnation, ReplicaId, RequestId, Time, Tokens};
 
 use crate::{
-    Arrival, DecisionRecord, LoadReport, Outcome, Placed, PolicyName, PrefixCopy, PriorityClass, Quote, Realised, Reason, Refusal,
-    ReplicaSpec, ReplicaState, ReplicaStatus, RouterConfig, Verdict,
+    Arrival, DecisionRecord, FetchQuote, LoadReport, Outcome, PeerTerms, Placed, PolicyName, PrefixCopy, PrefixFetch, PriorityClass, Quote,
+    Realised, Reason, Refusal, ReplicaSpec, ReplicaState, ReplicaStatus, RouterConfig, Verdict,
     chains::{ChainId, Chains},
     copies::Rents,
     decision::DecisionLog,
     demand::Demand,
     fleet::{Replica, Replicas},
     held::{Held, Waiting},
+    peers::{Fetch, Peers},
     policy::{Candidate, Policy, RequestView, price::Price},
     quoting::{Quoted, Scratch, backlog_at_ms},
     reuse::Reuse,
@@ -53,6 +54,7 @@ pub struct Router {
     pub(crate) reuse: Reuse,
     pub(crate) chains: Chains,
     rents: Rents,
+    pub(crate) peers: Peers,
     held: Held,
     /// Requests turned away for the load, by class.
     sheds: Vec<u64>,
@@ -115,6 +117,17 @@ pub(crate) struct Flight {
     pub(crate) private_blocks: u32,
     attributes: Attributes,
     copy: bool,
+    /// On its way to the request, until it is there or given up.
+    fetch: Option<Fetching>,
+}
+
+/// A prefix on its way to a request.
+#[derive(Debug, Clone, Copy)]
+struct Fetching {
+    from: ReplicaId,
+    /// As things are where it does not come.
+    depth: u32,
+    prefill_ms: f64,
 }
 
 /// How far the replica of a request is with it.
@@ -146,6 +159,7 @@ impl Router {
             reuse: Reuse::default(),
             chains: Chains::default(),
             rents: Rents::default(),
+            peers: Peers::default(),
             held: Held::default(),
             sheds: vec![0; config.classes.len()],
             log: DecisionLog::new(config.decisions_kept),
@@ -203,6 +217,7 @@ impl Router {
             self.index.restart(id, replica.spec.incarnation);
             self.costs_version += 1;
         }
+        self.peers.set(id, None);
     }
 
     pub fn report(&mut self, id: ReplicaId, report: LoadReport, now: Time) {
@@ -457,7 +472,11 @@ impl Router {
         if self.held.cancel(request) {
             return;
         }
-        let Some(flight) = self.flights.remove(&request) else { return };
+        let Some(mut flight) = self.flights.remove(&request) else { return };
+        if let Some(Fetching { from, depth, .. }) = flight.fetch.take() {
+            self.peers.end(request, from);
+            flight.depth = depth;
+        }
         self.held.stale = true;
         let took = now.since(flight.sent_at);
         self.log.update(request, |record| {
@@ -652,6 +671,7 @@ impl Router {
         if !ids.is_empty() {
             self.index.expire(now);
             self.index.settle(matched, &arrival.keys, &mut self.scratch.depths);
+            self.hide_fetches(&arrival.keys);
         }
         let quoted = (!ids.is_empty()).then(|| self.quote(arrival, &ids, self.policy.prices_others(), now));
         self.scratch.ids = ids;
@@ -666,14 +686,49 @@ impl Router {
     /// Books the choice.
     fn bind(&mut self, arrival: &Arrival, choice: Choice, held_for: Duration, now: Time) -> Placed {
         let Choice { quoted, view, chosen } = &choice;
-        let copies = self.policy.prices_others() && self.config.copies;
+        let fetch = quoted.candidates[*chosen].fetch;
+        // What is fetched is a copy.
+        let copies = self.policy.prices_others() && self.config.copies && fetch.is_none();
         let copy = if copies { self.copy_worth(arrival, quoted, *chosen, now) } else { None };
         self.record(arrival, view, quoted, *chosen, held_for, now);
         let replica = quoted.candidates[*chosen].replica;
         self.book(arrival, replica, choice.prefill_ms(), quoted.chain, now);
         let copy = copy.map(|(to, blocks)| self.book_copy(arrival, to, blocks, now));
         self.scratch.take_back(choice.quoted);
-        Placed { replica, copy }
+        let fetch = fetch.map(|fetch| self.book_fetch(arrival.request, &fetch));
+        Placed { replica, copy, fetch }
+    }
+
+    /// The request counts as one with the prefix there, until it is known not to come.
+    fn book_fetch(&mut self, request: RequestId, fetch: &Fetch) -> PrefixFetch {
+        let Fetch { from, blocks, ms, recompute_ms, .. } = *fetch;
+        let flight = self.flights.get_mut(&request).expect("it was just booked");
+        flight.fetch = Some(Fetching { from, depth: flight.depth, prefill_ms: recompute_ms });
+        flight.depth = blocks.0;
+        self.peers.begin(request, from);
+        PrefixFetch { from, blocks, takes: Duration::from_ms(ms) }
+    }
+
+    /// What was to be fetched for a request is there, or will not come; before the request starts.
+    pub fn fetched(&mut self, request: RequestId, arrived: bool, now: Time) {
+        let Some(flight) = self.flights.get_mut(&request) else { return };
+        let Some(Fetching { from, depth, prefill_ms }) = flight.fetch.take() else { return };
+        self.peers.end(request, from);
+        if arrived {
+            return;
+        }
+        flight.depth = depth;
+        let (prompt, started) = (flight.prompt, flight.progress != Progress::Sent);
+        if let Some(replica) = live_replica(&mut self.replicas, flight).filter(|_| !started) {
+            replica.advance(now);
+            replica.ledger.remove(request);
+            replica.ledger.add(request, prefill_ms, prompt, now);
+        }
+    }
+
+    /// How a replica's cached prefixes can be brought to others; `None` where they cannot. No peer is asked for anything until two are known.
+    pub fn set_peer_terms(&mut self, id: ReplicaId, terms: Option<PeerTerms>) {
+        self.peers.set(id, terms);
     }
 
     /// A shared prefix of the request and a replica that lacks it, when the rent paid for the lack has reached a copy's price.
@@ -691,15 +746,18 @@ impl Router {
         }
         let held = self.depth(own.replica) as usize;
         let blocks = self.index.deepest_branch(own.replica, &arrival.keys, held)?;
-        let target = (0..quoted.candidates.len())
-            .filter(|&place| (self.depth(quoted.candidates[place].replica) as usize) < blocks)
-            .min_by(|&a, &b| {
-                let key = |place: usize| {
-                    let candidate = &quoted.candidates[place];
-                    (candidate.terms.wait, share(self, candidate.replica))
-                };
-                key(a).partial_cmp(&key(b)).expect("waits and shares are numbers")
-            })?;
+        let lacks = |candidate: &Candidate| {
+            // Whoever wants it there fetches it, or does so already: that makes the copy.
+            let fetches = candidate.fetch.is_some() || self.peers.awaiting.contains(&candidate.replica);
+            !fetches && (self.depth(candidate.replica) as usize) < blocks
+        };
+        let target = (0..quoted.candidates.len()).filter(|&place| lacks(&quoted.candidates[place])).min_by(|&a, &b| {
+            let key = |place: usize| {
+                let candidate = &quoted.candidates[place];
+                (candidate.terms.wait, share(self, candidate.replica))
+            };
+            key(a).partial_cmp(&key(b)).expect("waits and shares are numbers")
+        })?;
         let end = arrival.keys[blocks - 1];
         let rent = rent(self, target) - self.warming_ms(own.replica, end, blocks);
         if rent <= 0.0 {
@@ -732,13 +790,29 @@ impl Router {
 
     /// Work left on the replica of those who are computing the prefix that ends in block `end`: a copy begun later would not be
     /// there sooner, so waiting for it is no rent.
-    fn warming_ms(&self, id: ReplicaId, end: BlockKey, blocks: usize) -> f64 {
+    pub(crate) fn warming_ms(&self, id: ReplicaId, end: BlockKey, blocks: usize) -> f64 {
         let replica = &self.replicas[id];
         let computes = |request: RequestId| {
             let flight = self.flights.get(&request);
             flight.is_some_and(|flight| (flight.depth as usize) < blocks && flight.keys.get(blocks - 1) == Some(&end))
         };
         replica.ledger.left_ms(computes)
+    }
+
+    /// What is on its way to a request is there for nobody else before it has come, whatever the index expects.
+    fn hide_fetches(&mut self, keys: &[BlockKey]) {
+        self.peers.awaiting.clear();
+        for request in &self.peers.waiting {
+            let Some((flight, fetching)) = self.flights.get(request).and_then(|flight| Some((flight, flight.fetch?))) else { continue };
+            let place = fetching.depth as usize;
+            // Prefixes are named by their last block.
+            if keys.get(place).is_some_and(|key| flight.keys.get(place) == Some(key)) {
+                self.peers.awaiting.push(flight.replica);
+                if let Some(depth) = self.scratch.depths.get_mut(flight.replica.index()) {
+                    *depth = fetching.depth.min(*depth);
+                }
+            }
+        }
     }
 
     fn record(&mut self, arrival: &Arrival, view: &RequestView, quoted: &Quoted, chosen: usize, held_for: Duration, now: Time) {
@@ -750,6 +824,7 @@ impl Router {
             total_ms: candidate.terms.total(),
             terms: candidate.terms,
             hit_tokens: candidate.hit,
+            fetch: candidate.fetch.map(|Fetch { from, tokens, ms, recompute_ms, .. }| FetchQuote { from, tokens, ms, recompute_ms }),
             in_flight: candidate.in_flight,
         };
         let own = &quoted.candidates[chosen];
@@ -802,6 +877,7 @@ impl Router {
                 quiet: self.config.wants_quiet(arrival.priority),
             },
             copy: false,
+            fetch: None,
         };
         self.send(arrival.request, flight, prefill_ms, now);
     }
@@ -827,6 +903,7 @@ impl Router {
             private_blocks: 0,
             attributes: Attributes::default(),
             copy: true,
+            fetch: None,
         };
         self.send(request, flight, prefill_ms, now);
         PrefixCopy { request, to, blocks }

@@ -307,7 +307,7 @@ impl<'a> Simulation<'a> {
 
     fn carry_out(&mut self, id: RequestId, verdict: Verdict, now: Time) {
         match verdict {
-            Verdict::Run(Placed { replica, copy }) => {
+            Verdict::Run(Placed { replica, copy, fetch: _ }) => {
                 self.send(id, replica, now);
                 if let Some(copy) = copy {
                     self.tally.copies += 1;

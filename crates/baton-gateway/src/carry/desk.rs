@@ -7,14 +7,14 @@ use std::{
 
 use baton_cost::MoveWay;
 use baton_migration::{
-    Beat, GatewayName, LostClass, Owners, OwnersInput, OwnersOutput, Ownership, Place, RequestName, Suspicion, Timing, ToSeat,
+    Beat, GatewayName, LostClass, Owners, OwnersInput, OwnersOutput, Ownership, Place, RequestName, Suspicion, Timing, ToGateway, ToSeat,
 };
 use baton_policy::mover::Move;
 use baton_units::{DurationMs, ReplicaId, RequestId, Time, Tokens};
 use baton_wire::migration::{ControlFrame, MoveTo, OutputEntry, handshake::KvLayout};
 use tokio::sync::{mpsc, oneshot};
 
-use super::{MoveOutcome, MoveRecord, RunEvent, moves::MoveLog};
+use super::{MoveOutcome, MoveRecord, RunEvent, copies::Copying, moves::MoveLog};
 
 /// Moves kept for `/baton/v1/moves`.
 const MOVES_KEPT: usize = 1024;
@@ -26,6 +26,8 @@ pub(crate) struct Link {
     pub(crate) numerics_id: String,
     pub(crate) kv_layout: Option<KvLayout>,
     pub(crate) kv_address: Option<String>,
+    /// As its report says.
+    pub(crate) copies_prefixes: bool,
     pub(crate) frames: mpsc::Sender<ControlFrame>,
 }
 
@@ -126,7 +128,7 @@ struct Journey {
 /// All that runs over control connections.
 #[derive(Debug)]
 pub(crate) struct Desk {
-    name: GatewayName,
+    pub(super) name: GatewayName,
     owners: Owners<OutputEntry>,
     links: BTreeMap<Place, Link>,
     /// The connected life of each replica.
@@ -134,9 +136,11 @@ pub(crate) struct Desk {
     sequences: HashMap<u64, Sequence>,
     requests: HashMap<RequestId, Vec<u64>>,
     journeys: HashMap<RequestId, Journey>,
-    next: u64,
-    log: MoveLog,
-    effects: Vec<Effect>,
+    pub(super) copies: BTreeMap<u64, Copying>,
+    /// Number of the next sequence or copy.
+    pub(super) next: u64,
+    pub(super) log: MoveLog,
+    pub(super) effects: Vec<Effect>,
     /// Said with the message that is being taken in.
     why: Option<String>,
 }
@@ -151,6 +155,7 @@ impl Desk {
             sequences: HashMap::new(),
             requests: HashMap::new(),
             journeys: HashMap::new(),
+            copies: BTreeMap::new(),
             next: 1,
             log: MoveLog::new(MOVES_KEPT),
             effects: Vec::new(),
@@ -176,7 +181,7 @@ impl Desk {
     pub(crate) fn connected(&mut self, place: Place, link: Link, now: Time) {
         if let Some(former) = self.places.insert(link.replica, place).filter(|former| *former != place) {
             self.links.remove(&former);
-            self.tell(OwnersInput::Gone { place: former }, now);
+            self.lose(former, now);
         }
         self.links.insert(place, link);
         self.tell(OwnersInput::Connected { place }, now);
@@ -189,7 +194,7 @@ impl Desk {
     /// The replica's process has ended.
     pub(crate) fn gone(&mut self, replica: ReplicaId, now: Time) {
         if let Some(place) = self.places.remove(&replica) {
-            self.tell(OwnersInput::Gone { place }, now);
+            self.lose(place, now);
             self.links.remove(&place);
         }
     }
@@ -210,7 +215,7 @@ impl Desk {
         self.link(replica).and_then(|(_, link)| link.kv_layout.as_ref())
     }
 
-    fn link(&self, replica: ReplicaId) -> Option<(Place, &Link)> {
+    pub(super) fn link(&self, replica: ReplicaId) -> Option<(Place, &Link)> {
         let place = *self.places.get(&replica)?;
         let link = self.links.get(&place)?;
         (!link.frames.is_closed() && !self.owners.is_suspected(place)).then_some((place, link))
@@ -228,6 +233,14 @@ impl Desk {
                 self.tell(OwnersInput::Holds { sequence: request.sequence, from, phase, tag }, now);
             }
             ControlFrame::AllHeld => self.tell(OwnersInput::AllHeld { place: from }, now),
+            ControlFrame::ToGateway { request, message: ToGateway::Aborted { .. }, why }
+                if request.gateway == self.name && self.is_copy(request.sequence) =>
+            {
+                self.copy_failed(request.sequence, &why, now);
+            }
+            ControlFrame::PrefixCopied { request, copied, .. } if request.gateway == self.name => {
+                self.copy_done(request.sequence, from, copied, now);
+            }
             ControlFrame::ToGateway { request, message, why } if request.gateway == self.name => {
                 self.why = Some(why).filter(|why| !why.is_empty());
                 self.tell(OwnersInput::FromSeat { sequence: request.sequence, from, message }, now);
@@ -252,7 +265,9 @@ impl Desk {
             | ControlFrame::Moved { .. }
             | ControlFrame::Lease { .. }
             | ControlFrame::Expect { .. }
-            | ControlFrame::ToSeat { .. } => tracing::debug!(?from, "a frame that is not for this gateway"),
+            | ControlFrame::ToSeat { .. }
+            | ControlFrame::CopyPrefix { .. }
+            | ControlFrame::PrefixCopied { .. } => tracing::debug!(?from, "a frame that is not for this gateway"),
         }
     }
 
@@ -446,7 +461,7 @@ impl Desk {
 
     // What the owners say.
 
-    fn tell(&mut self, input: OwnersInput<OutputEntry>, now: Time) {
+    pub(super) fn tell(&mut self, input: OwnersInput<OutputEntry>, now: Time) {
         self.owners.handle(input, now);
         while let Some(output) = self.owners.poll() {
             self.carry_out(output, now);
@@ -559,7 +574,7 @@ impl Desk {
         self.send_frame(to, ControlFrame::ToSeat { request, message, with });
     }
 
-    fn send_frame(&self, to: Place, frame: ControlFrame) {
+    pub(super) fn send_frame(&self, to: Place, frame: ControlFrame) {
         // What finds no connection, or one that takes no more, is repeated where it matters.
         if let Some(link) = self.links.get(&to)
             && let Err(error) = link.frames.try_send(frame)

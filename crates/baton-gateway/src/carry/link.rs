@@ -5,7 +5,10 @@ use std::{sync::Arc, time::Duration};
 use baton_link::{Connection, ConnectionError, FrameReader, FrameWriter, dial};
 use baton_migration::Place;
 use baton_units::{Incarnation, ReplicaId};
-use baton_wire::migration::{ControlFrame, handshake::Role};
+use baton_wire::migration::{
+    ControlFrame,
+    handshake::{Hello, Role},
+};
 use tokio::sync::mpsc;
 
 use super::Link;
@@ -26,12 +29,13 @@ const WRITTEN_AT_ONCE: usize = 256;
 pub(crate) struct Destination {
     pub(crate) place: Place,
     pub(crate) control_address: String,
+    pub(crate) copies_prefixes: bool,
 }
 
 impl Destination {
     pub(crate) fn of(source: &baton_wire::replica::MigrationSource, incarnation: u64) -> Self {
         let place = Place { replica: ReplicaId(source.replica), incarnation: Incarnation(incarnation) };
-        Self { place, control_address: source.control_address.clone() }
+        Self { place, control_address: source.control_address.clone(), copies_prefixes: source.copies_prefixes }
     }
 }
 
@@ -45,7 +49,7 @@ pub(crate) async fn keep(fleet: Arc<Fleet>, replica: ReplicaId, to: Destination)
                     Place { replica: ReplicaId(connection.hello.id as u32), incarnation: Incarnation(connection.hello.incarnation) };
                 if place == to.place {
                     pause = PAUSE;
-                    serve(&fleet, replica, place, connection).await
+                    serve(&fleet, replica, &to, connection).await
                 } else {
                     // Another process has the address now; the next report tells which.
                     tracing::debug!(%replica, "another life of the replica answers its control address");
@@ -65,10 +69,12 @@ pub(crate) async fn keep(fleet: Arc<Fleet>, replica: ReplicaId, to: Destination)
     }
 }
 
-async fn serve(fleet: &Fleet, replica: ReplicaId, place: Place, connection: Connection) -> Result<(), ConnectionError> {
+async fn serve(fleet: &Fleet, replica: ReplicaId, to: &Destination, connection: Connection) -> Result<(), ConnectionError> {
     let Connection { hello, reader, writer } = connection;
+    let (place, copies_prefixes) = (to.place, to.copies_prefixes);
     let (frames, queue) = mpsc::channel(QUEUED_FRAMES);
-    let link = Link { replica, numerics_id: hello.numerics_id, kv_layout: hello.kv_layout, kv_address: hello.kv_address, frames };
+    let Hello { numerics_id, kv_layout, kv_address, .. } = hello;
+    let link = Link { replica, numerics_id, kv_layout, kv_address, copies_prefixes, frames };
     fleet.with_desk(|desk, now| desk.connected(place, link, now));
     // Either direction's end is the end.
     tokio::select! {

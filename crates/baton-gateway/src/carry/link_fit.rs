@@ -11,7 +11,7 @@ const FORGET: f64 = 0.9;
 const WAITS: f64 = 4.0;
 /// A price counts the link's latency so often until the source asks, beside once for each round before the freeze: for the way to the target
 /// and its answer, the last blocks, and the source's word to the gateway (see `baton_cost::MovePrice`).
-const LATENCIES: f64 = 4.0;
+pub(super) const LATENCIES: f64 = 4.0;
 
 /// A line through bytes and seconds of moves out of a replica, both for each latency in a move's price, by least squares, the latest counting
 /// most: the latency, with the waits for ends of steps in it, and what a byte costs.

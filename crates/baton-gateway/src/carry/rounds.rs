@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, time::Duration};
 
 use baton_cost::{Link as Wire, MoveCase, MovePrice, MoveWay, StepLoad};
 use baton_policy::{
-    MoveTerms,
+    MoveTerms, PeerTerms,
     mover::{DrainForecast, FleetFacts, Move, MoveReason, Mover, MoverConfig, OrderRefusal, drain_forecast},
 };
 use baton_units::{Blocks, Bytes, Priority, ReplicaId, RequestId, Time, Tokens};
@@ -12,7 +12,10 @@ use baton_wire::migration::handshake::KvLayout;
 use tokio::sync::oneshot;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::{Desk, MoveOutcome, MoveRecord, NotMovable, link_fit::LinkFit};
+use super::{
+    Desk, MoveOutcome, MoveRecord, NotMovable,
+    link_fit::{LATENCIES, LinkFit},
+};
 use crate::{config::MovesConfig, fleet::Fleet};
 
 /// Between looks at the fleet, as in Llumnix.
@@ -30,6 +33,8 @@ pub(crate) struct Rounds {
     links: BTreeMap<ReplicaId, LinkFit>,
     /// Out of any replica: what is thought of one that nothing has left yet.
     any_link: Option<LinkFit>,
+    /// As the router was told last.
+    peers: BTreeMap<ReplicaId, PeerTerms>,
 }
 
 /// Why an operator's move was not begun.
@@ -45,7 +50,7 @@ impl Rounds {
     /// Requests from `quiet_from` on are given quiet.
     pub(crate) fn new(quiet_from: Option<Priority>) -> Self {
         let mover = Mover::new(MoverConfig { quiet_from, ..MoverConfig::default() });
-        Self { mover, links: BTreeMap::new(), any_link: None }
+        Self { mover, links: BTreeMap::new(), any_link: None, peers: BTreeMap::new() }
     }
 
     /// The replica's link, as its own moves showed it, else as all others' did, else as assumed of a replica with such steps.
@@ -80,8 +85,34 @@ impl Fleet {
                 // A drain moves one after the other, and goes on at once.
                 () = self.arrived.notified() => {}
             }
+            self.tell_peers();
             self.balance(config);
             self.note_drained();
+        }
+    }
+
+    /// Tells the router who can bring whom cached prefixes, and how fast, where that has changed.
+    fn tell_peers(&self) {
+        let of = |desk: &Desk, id: ReplicaId| {
+            let (group, layout) = (desk.peer_group(id)?, desk.kv_layout_of(id)?);
+            let link = self.link(id);
+            // A copy waits for its engines as often as a move does.
+            let latency_s = LATENCIES * link.latency_s;
+            let kv_bytes_per_token = bytes_per_token(layout);
+            Some((id, PeerTerms { group, kv_bytes_per_token, latency_s, bytes_per_s: link.bytes_per_s }))
+        };
+        let engines = self.engines();
+        let peers: BTreeMap<ReplicaId, PeerTerms> =
+            self.with_desk(|desk, _| engines.iter().filter_map(|engine| of(desk, engine.id)).collect());
+        let former = std::mem::replace(&mut self.rounds().peers, peers.clone());
+        let changed: Vec<(ReplicaId, Option<PeerTerms>)> = former
+            .keys()
+            .chain(peers.keys())
+            .filter(|id| former.get(id) != peers.get(id))
+            .map(|id| (*id, peers.get(id).copied()))
+            .collect();
+        if !changed.is_empty() {
+            self.with_router(|router, _| changed.iter().for_each(|&(id, terms)| router.set_peer_terms(id, terms)));
         }
     }
 
@@ -142,9 +173,8 @@ impl Fleet {
     pub(crate) fn price_of_copy(&self, from: ReplicaId, to: ReplicaId, tokens: Tokens) -> Option<MovePrice> {
         let spec = self.engine(to)?.facts().spec?;
         let kv_bytes_per_token = self.with_desk(|desk, _| {
-            let layout = desk.kv_layout_of(from)?;
-            let alike = desk.numerics_of(from) == desk.numerics_of(to) && Some(layout) == desk.kv_layout_of(to);
-            alike.then(|| bytes_per_token(layout))
+            let copies = desk.can_copy(from, to);
+            desk.kv_layout_of(from).filter(|_| copies).map(bytes_per_token)
         })?;
         let link = self.link(from);
         Some(MovePrice::of(&MoveCase {
@@ -155,7 +185,8 @@ impl Fleet {
             step_s: spec.step.step_s(&StepLoad::decode(1.0, tokens.as_f64())),
             tokens,
             held: Tokens::ZERO,
-            decodes: true,
+            // Nothing runs behind the copy.
+            decodes: false,
             queue_s: 0.0,
         }))
     }

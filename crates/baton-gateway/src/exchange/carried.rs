@@ -312,9 +312,14 @@ impl Exchange {
         let Some(Running { epoch, .. }) = &self.attempt else { return };
         let epoch = *epoch;
         let replica = match verdict {
-            Verdict::Run(Placed { replica, copy }) => {
+            Verdict::Run(Placed { replica, copy, fetch }) => {
                 if let Some(copy) = copy {
                     self.fleet.finished(copy.request, Outcome::Cancelled, None);
+                }
+                if fetch.is_some() {
+                    // Its client waits for the next token as it is.
+                    let request = self.admitted.live.id;
+                    self.fleet.with_router(|router, now| router.fetched(request, false, now));
                 }
                 replica
             }

@@ -1,33 +1,89 @@
-//! Carrying out the router's wish for a second copy of a prefix. Where the replica that has it and the one that is to have it take part
-//! in migration, and the link is faster than the arithmetic, a request that nobody waits for begins where the prefix is and moves;
-//! else one output token is asked for where it is to be, so that the blocks of its prompt are there afterwards.
+//! Carrying out the router's wish for a prefix at another replica than has it: for a request that waits for it, and as a second copy. Where the replica that has it and the one that is to have it copy
+//! prefixes, and the link is faster than the arithmetic, the one brings it to the other while both do what they do; else one output token
+//! is asked for where it is to be, so that the blocks of its prompt are there afterwards.
 
-use std::{collections::VecDeque, future::poll_fn, sync::Arc};
+use std::{collections::VecDeque, future::poll_fn, pin::Pin, sync::Arc};
 
-use baton_cost::{MovePrice, MoveWay};
-use baton_policy::{
-    Outcome, PrefixCopy,
-    mover::{Move, MoveReason},
-};
+use baton_policy::{Outcome, PrefixCopy, PrefixFetch};
 use baton_units::{Blocks, ReplicaId, Tokens};
-use baton_wire::migration::{RunRequest, RunSampling};
+use baton_wire::migration::RunRequest;
 use bytes::Bytes;
 use http::StatusCode;
 use tokio::{sync::oneshot, time::timeout};
 
 use super::Admitted;
 use crate::{
-    carry::{MoveOutcome, Run, RunEvent},
+    carry::{MoveOutcome, MoveRecord, PrefixOrder},
     fleet::{Fleet, Stage},
     intake::Api,
     line::Head,
     upstream::{Arrived, Attempt, Expect},
 };
 
+/// A request waits so many times as long for its prefix as it was to take, and then computes it.
+const PATIENCE: u32 = 3;
+
+/// A prefix that a request waits for; dropped, nobody waits any more.
+pub(super) struct Fetching {
+    /// Where the request is to run.
+    pub(super) replica: ReplicaId,
+    pub(super) arrives: Pin<Box<dyn Future<Output = bool> + Send>>,
+}
+
+/// Has what the request lacks at its replica brought there; `None` where that cannot be, and the request need not wait.
+pub(super) fn fetch(fleet: &Arc<Fleet>, admitted: &Admitted, to: ReplicaId, fetch: PrefixFetch) -> Option<Fetching> {
+    let PrefixFetch { from, blocks, takes } = fetch;
+    if !admitted.exact {
+        return None;
+    }
+    let tokens = blocks.to_tokens(admitted.chain.block_size());
+    let expected_ms = takes.as_secs_f64() * 1e3;
+    let order = PrefixOrder {
+        request: admitted.live.id,
+        from,
+        to,
+        prefix: prefix_run(admitted, tokens)?,
+        kind: "fetch",
+        reason: format!("fetch: {blocks} of the prompt are at {from}, {expected_ms:.1} ms away"),
+        expected_ms,
+    };
+    let (number, told) = fleet.with_desk(|desk, now| desk.copy_prefix(order, now))?;
+    let waits = Waits { fleet: fleet.clone(), number };
+    let arrives = async move {
+        let told = timeout(takes * PATIENCE, told).await;
+        drop(waits);
+        matches!(told, Ok(Ok(MoveRecord { outcome: MoveOutcome::Moved, .. })))
+    };
+    Some(Fetching { replica: to, arrives: Box::pin(arrives) })
+}
+
+/// Ends a copy when nobody waits for it any more.
+struct Waits {
+    fleet: Arc<Fleet>,
+    number: u64,
+}
+
+impl Drop for Waits {
+    fn drop(&mut self) {
+        let number = self.number;
+        self.fleet.with_desk(|desk, now| desk.end_copy(number, now));
+    }
+}
+
+/// What would run after the first tokens of the prompt.
+fn prefix_run(admitted: &Admitted, tokens: Tokens) -> Option<RunRequest> {
+    Some(RunRequest {
+        model: admitted.live.model.clone(),
+        prompt: admitted.chain.tokens().get(..tokens.0 as usize)?.to_vec(),
+        salt: admitted.intake.salt.clone(),
+        ..RunRequest::default()
+    })
+}
+
 /// Sends the copy beside the request that paid for it, where the engine takes token ids and the tokens are its own.
 pub(super) fn send(fleet: &Arc<Fleet>, admitted: &Admitted, from: ReplicaId, copy: PrefixCopy) {
-    if let Some((run, decided)) = begin(fleet, admitted, from, &copy) {
-        tokio::spawn(take_over(fleet.clone(), copy, run, decided));
+    if let Some((number, told)) = begin(fleet, admitted, from, &copy) {
+        tokio::spawn(take_over(fleet.clone(), copy, number, told));
         return;
     }
     match start(fleet, admitted, &copy) {
@@ -36,25 +92,23 @@ pub(super) fn send(fleet: &Arc<Fleet>, admitted: &Admitted, from: ReplicaId, cop
     }
 }
 
-/// A request for the prefix where it is, and its move to where it is to be; `None` where that cannot be, or pays less than computing.
-fn begin(fleet: &Arc<Fleet>, admitted: &Admitted, from: ReplicaId, copy: &PrefixCopy) -> Option<(Run, Move)> {
-    let prefix = prefix(admitted, copy)?;
-    let price = fleet.price_of_copy(from, copy.to, prefix)?;
-    let MovePrice { kv: Some(kv), recompute, .. } = &price else { return None };
-    if kv.total_s >= recompute.total_s {
+/// Has the prefix brought from where it is to where it is to be; `None` where that cannot be, or takes longer than computing.
+fn begin(fleet: &Fleet, admitted: &Admitted, from: ReplicaId, copy: &PrefixCopy) -> Option<(u64, oneshot::Receiver<MoveRecord>)> {
+    let tokens = prefix(admitted, copy)?;
+    let price = fleet.price_of_copy(from, copy.to, tokens)?;
+    if price.fetch.total_s >= price.recompute.total_s {
         return None;
     }
-    let run = RunRequest {
-        model: admitted.live.model.clone(),
-        prompt: admitted.chain.tokens().get(..prefix.0 as usize)?.to_vec(),
-        // Until it has moved; what is not acknowledged stops it before that.
-        sampling: RunSampling { temperature: 0.0, ignore_eos: true, ..RunSampling::default() },
-        salt: admitted.intake.salt.clone(),
-        ..RunRequest::default()
+    let order = PrefixOrder {
+        request: copy.request,
+        from,
+        to: copy.to,
+        prefix: prefix_run(admitted, tokens)?,
+        kind: "replicate",
+        reason: format!("replicate: a shared prefix of {} is wanted there; {price}", Blocks(copy.blocks as u32)),
+        expected_ms: price.fetch.total_s * 1e3,
     };
-    let run = Run::start(fleet, copy.request, from, &[run], 1)?;
-    let reason = MoveReason::Replicate { blocks: Blocks(copy.blocks as u32) };
-    Some((run, Move { request: copy.request, from, to: copy.to, tokens: prefix, way: MoveWay::Kv, reason, price }))
+    fleet.with_desk(|desk, now| desk.copy_prefix(order, now))
 }
 
 /// Tokens of the prefix, where they are the engine's.
@@ -62,43 +116,18 @@ fn prefix(admitted: &Admitted, copy: &PrefixCopy) -> Option<Tokens> {
     admitted.exact.then(|| Blocks(copy.blocks as u32).to_tokens(admitted.chain.block_size()))
 }
 
-async fn take_over(fleet: Arc<Fleet>, copy: PrefixCopy, mut run: Run, decided: Move) {
+async fn take_over(fleet: Arc<Fleet>, copy: PrefixCopy, number: u64, told: oneshot::Receiver<MoveRecord>) {
     let limit = fleet.front.first_token_timeout;
+    let waits = Waits { fleet: fleet.clone(), number };
     let done = tokio::select! {
-        there = timeout(limit, arrive(&fleet, &mut run, decided)) => there.unwrap_or(false),
+        told = timeout(limit, told) => matches!(told, Ok(Ok(MoveRecord { outcome: MoveOutcome::Moved, .. }))),
         () = fleet.reached(Stage::Closing) => false,
     };
-    // Its blocks stay in both caches.
-    drop(run);
+    drop(waits);
     if done {
         fleet.with_router(|router, now| router.first_token(copy.request, None, now));
     }
     fleet.finished(copy.request, if done { Outcome::Finished } else { Outcome::Failed }, None);
-}
-
-/// Whether the request went on where it is wanted.
-async fn arrive(fleet: &Fleet, run: &mut Run, decided: Move) -> bool {
-    let mut told = None;
-    loop {
-        let (_, event) = poll_fn(|context| run.poll_next(context)).await;
-        match event {
-            RunEvent::Lost(_) => return false,
-            RunEvent::Cached(_) | RunEvent::Moved(_) | RunEvent::Anew(_) => {}
-            RunEvent::Entry(_) if told.is_none() => {
-                let (tell, receiver) = oneshot::channel();
-                if fleet.with_desk(|desk, now| desk.depart(decided.clone(), Some(tell), now)).is_err() {
-                    return false;
-                }
-                told = Some(receiver);
-            }
-            RunEvent::Entry(_) => {
-                // The move's end is told with the first entry after it.
-                if let Ok(records) = told.as_mut().expect("it was asked for").try_recv() {
-                    return records.iter().all(|record| record.outcome == MoveOutcome::Moved);
-                }
-            }
-        }
-    }
 }
 
 fn start(fleet: &Fleet, admitted: &Admitted, copy: &PrefixCopy) -> Option<Attempt> {

@@ -36,8 +36,6 @@ pub enum MoveReason {
     Fairness { program: u64, times_median: f64, waiting: RequestId, waited: Duration },
     /// Somebody asked for it.
     Operator,
-    /// Its prompt's blocks are wanted in another cache, and it runs for no one.
-    Replicate { blocks: Blocks },
     /// Its replica is lost, or thought to be.
     Forced { state: ReplicaState },
 }
@@ -67,7 +65,6 @@ impl MoveReason {
             Self::Drain { .. } => "drain",
             Self::Fairness { .. } => "fairness",
             Self::Operator => "operator",
-            Self::Replicate { .. } => "replicate",
             Self::Forced { .. } => "forced",
         }
     }
@@ -97,7 +94,6 @@ impl fmt::Display for Move {
                 )?;
             }
             MoveReason::Operator => write!(f, "as ordered")?,
-            MoveReason::Replicate { blocks } => write!(f, "a shared prefix of {blocks} is wanted there")?,
             MoveReason::Forced { state: ReplicaState::Dead } => write!(f, "{from} is dead")?,
             MoveReason::Forced { .. } => write!(f, "{from} does not answer")?,
         }

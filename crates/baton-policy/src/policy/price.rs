@@ -65,6 +65,7 @@ mod tests {
             in_flight: place as u32,
             queued: 0,
             hit: Tokens(0),
+            fetch: None,
             blocks_free: Blocks(10),
             blocks_total: Blocks(10),
             blocks_needed: Blocks(1),

@@ -10,5 +10,6 @@ mod drain;
 mod faults;
 mod fleet;
 mod partition;
+mod prefix_fetch;
 mod room;
 mod streams;

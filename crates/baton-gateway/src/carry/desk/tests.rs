@@ -4,9 +4,10 @@ use baton_cost::{Link as Wire, MoveCase, MovePrice, StepCoefficients};
 use baton_migration::{LostClass, Tag, ToGateway};
 use baton_policy::mover::MoveReason;
 use baton_units::{BlockSize, Incarnation};
-use baton_wire::migration::{Copied, FinishReason};
+use baton_wire::migration::{Copied, FinishReason, PrefixCopied, RunRequest};
 
 use super::*;
+use crate::carry::PrefixOrder;
 
 const NAME: GatewayName = GatewayName { id: 7, incarnation: 70 };
 const REQUEST: RequestId = RequestId(5);
@@ -60,6 +61,7 @@ impl Bench {
                 numerics_id: (*numerics_id).to_owned(),
                 kv_layout: None,
                 kv_address: Some(format!("host:{replica}")),
+                copies_prefixes: false,
                 frames,
             };
             bench.desk.connected(place(replica), link, bench.now);
@@ -298,4 +300,103 @@ fn who_leaves_ends_its_move() {
         frames.iter().any(|frame| matches!(frame, ControlFrame::ToSeat { message: ToSeat::Stop { upto: Tag::ALL }, .. }))
     };
     assert!(stops(bench.sent(0)) && stops(bench.sent(1)), "both let go");
+}
+
+/// Replicas that copy prefixes and read each other's KV, as their numerics say.
+fn copying(numerics: &[&str]) -> Bench {
+    let mut bench = Bench::new(numerics);
+    for link in bench.desk.links.values_mut() {
+        link.copies_prefixes = true;
+        link.kv_layout = Some(KvLayout { format: "f".to_owned(), block_size: 16, block_bytes: 1024 });
+    }
+    bench
+}
+
+fn order(from: u32, to: u32) -> PrefixOrder {
+    PrefixOrder {
+        request: REQUEST,
+        from: ReplicaId(from),
+        to: ReplicaId(to),
+        prefix: RunRequest { model: "m".to_owned(), prompt: vec![1; 32], ..RunRequest::default() },
+        kind: "fetch",
+        reason: String::new(),
+        expected_ms: 5.0,
+    }
+}
+
+fn copied(bench: &mut Bench, replica: u32, number: u64) {
+    bench.now += Duration::from_millis(10);
+    let request = RequestName { gateway: NAME, sequence: number };
+    let copied = PrefixCopied { blocks: 2, held: 1, bytes: 1024, took_us: 9_000 };
+    bench.desk.heard(place(replica), ControlFrame::PrefixCopied { request, attempt: Tag(1), copied }, bench.now);
+}
+
+fn stops(bench: &mut Bench, replica: u32) -> usize {
+    bench.sent(replica).iter().filter(|frame| matches!(frame, ControlFrame::ToSeat { message: ToSeat::Stop { .. }, .. })).count()
+}
+
+#[test]
+fn a_prefix_is_there_when_its_target_says_so() {
+    let mut bench = copying(&["n", "n"]);
+    let now = bench.now;
+    let (number, mut told) = bench.desk.copy_prefix(order(0, 1), now).unwrap();
+    let (to_holder, to_target) = (bench.sent(0), bench.sent(1));
+    let [ControlFrame::CopyPrefix { request, attempt, target, to, prefix }] = &to_holder[..] else { panic!("{to_holder:?}") };
+    let [ControlFrame::Expect { request: expected, attempt: same, source, nonce }] = &to_target[..] else { panic!("{to_target:?}") };
+    assert_eq!((request, attempt, *target, *source), (expected, same, place(1), place(0)));
+    assert_eq!(MoveTo::from_bytes(to).unwrap(), MoveTo { kv_address: "host:1".to_owned(), nonce: *nonce });
+    assert_eq!(RunRequest::from_bytes(prefix).unwrap().prompt.len(), 32);
+    copied(&mut bench, 0, number);
+    assert!(told.try_recv().is_err(), "the holder has always had it");
+    copied(&mut bench, 1, number);
+    let record = told.try_recv().unwrap();
+    assert_eq!((record.outcome, record.bytes_sent, record.blocks_already_held), (MoveOutcome::Moved, 1024, 1));
+    assert_eq!(record.copied_ms, Some(20.0));
+    assert!(matches!(&bench.desk.take_effects()[..], [Effect::Ended(ended)] if ended.kind == "fetch"));
+    let now = bench.now;
+    bench.desk.end_copy(number, now);
+    assert_eq!((stops(&mut bench, 0), stops(&mut bench, 1)), (0, 0), "it has ended");
+}
+
+#[test]
+fn a_copy_ends_with_either_side_or_when_nobody_waits() {
+    let outcome = |end: fn(&mut Bench, u64)| {
+        let mut bench = copying(&["n", "n"]);
+        let now = bench.now;
+        let (number, mut told) = bench.desk.copy_prefix(order(0, 1), now).unwrap();
+        bench.sent(0);
+        bench.sent(1);
+        end(&mut bench, number);
+        let record = told.try_recv().unwrap();
+        // Whatever is said of it later changes nothing.
+        copied(&mut bench, 1, number);
+        (record.outcome, record.why.unwrap_or_default(), stops(&mut bench, 0), stops(&mut bench, 1))
+    };
+    let aborted = |bench: &mut Bench, number| bench.say(0, number, ToGateway::Aborted { epoch: Tag(0), attempt: Tag(1) }, "not cached");
+    assert_eq!(outcome(aborted), (MoveOutcome::Stayed, "not cached".to_owned(), 0, 0));
+    let gone = |bench: &mut Bench, _| {
+        let now = bench.now;
+        bench.desk.gone(ReplicaId(0), now);
+    };
+    assert_eq!(outcome(gone), (MoveOutcome::Stayed, "its replica is lost".to_owned(), 0, 0));
+    let waits_no_more = |bench: &mut Bench, number| {
+        let now = bench.now;
+        bench.desk.end_copy(number, now);
+    };
+    assert_eq!(outcome(waits_no_more), (MoveOutcome::Ended, String::new(), 1, 1));
+}
+
+#[test]
+fn only_replicas_that_know_how_and_read_each_other_s_kv_are_told_to_copy() {
+    let mut bench = copying(&["n", "n", "other"]);
+    assert!(bench.desk.can_copy(ReplicaId(0), ReplicaId(1)));
+    assert!(!bench.desk.can_copy(ReplicaId(0), ReplicaId(2)), "other bits");
+    assert!(!bench.desk.can_copy(ReplicaId(0), ReplicaId(0)), "to itself");
+    assert!(!bench.desk.can_copy(ReplicaId(0), ReplicaId(9)), "not reached");
+    assert_eq!(bench.desk.peer_group(ReplicaId(0)), bench.desk.peer_group(ReplicaId(1)));
+    assert_ne!(bench.desk.peer_group(ReplicaId(0)), bench.desk.peer_group(ReplicaId(2)));
+    bench.desk.links.get_mut(&place(1)).unwrap().copies_prefixes = false;
+    let now = bench.now;
+    assert!(bench.desk.copy_prefix(order(0, 1), now).is_none() && bench.desk.copy_prefix(order(1, 0), now).is_none(), "an older one");
+    assert!((0..2).all(|replica| bench.sent(replica).is_empty()), "is told nothing that it does not know");
 }
