@@ -18,7 +18,7 @@ mod workload;
 pub use clock::EventQueue;
 pub use link::Link;
 pub use outcome::{DrainRecord, MoveRecord, Outcome, RequestOutcome};
-pub use scenario::{Drain, EngineModel, Fault, Moves, Parted, Returns, Scenario, reference_blocks, reference_step};
+pub use scenario::{Drain, EngineModel, Fault, Moves, Parted, Peers, Returns, Scenario, reference_blocks, reference_step};
 pub use scheduled::{EngineShape, ScheduledEngine};
 pub use serial::SerialEngine;
 pub use simulation::run;

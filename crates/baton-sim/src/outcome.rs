@@ -15,6 +15,9 @@ pub struct Outcome {
     pub sent: Vec<u32>,
     pub busy_ms: Vec<f64>,
     pub copies: u32,
+    /// Requests whose prefix was brought from a peer.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub fetches: u32,
     pub retries: u32,
     pub held: u32,
     /// How often an engine took a running request's blocks for another one.
@@ -82,6 +85,11 @@ pub struct RequestOutcome {
     pub moves: u32,
     /// Digest of the output's tokens.
     pub output_digest: u64,
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "as serde wants it")]
+fn is_zero(count: &u32) -> bool {
+    *count == 0
 }
 
 impl Outcome {

@@ -41,6 +41,23 @@ pub struct Scenario {
     pub returns: Option<Returns>,
     /// The loop that moves running requests, on the scheduler's engines. `None`: requests stay where they are sent.
     pub moves: Option<Moves>,
+    /// Links over which replicas bring each other cached prefixes, on the scheduler's engines. `None`: each computes what it lacks.
+    pub peers: Option<Peers>,
+}
+
+/// Links between any two replicas, for cached prefixes.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Peers {
+    pub link: baton_cost::Link,
+    /// What a token's KV counts as on it.
+    pub kv_bytes_per_token: f64,
+}
+
+impl Peers {
+    /// The reference machine's KV over such a link.
+    pub fn over(link: baton_cost::Link) -> Self {
+        Self { link, kv_bytes_per_token: reference_shape().kv_bytes(Tokens(1)) }
+    }
 }
 
 /// How running requests move.
@@ -141,6 +158,7 @@ impl Scenario {
             priorities: Vec::new(),
             returns: None,
             moves: None,
+            peers: None,
         }
     }
 }

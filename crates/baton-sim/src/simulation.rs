@@ -1,3 +1,4 @@
+mod fetching;
 mod moving;
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
@@ -10,6 +11,7 @@ use crate::{
     ClientRequest, DrainRecord, EngineModel, EngineOutput, EngineRequest, EngineShape, EventQueue, Outcome, RequestOutcome, Scenario,
     ScheduledEngine, SerialEngine, TimedEngine, Workload,
 };
+use fetching::Fetching;
 use moving::{Moment, Moving};
 
 /// Plays a scenario to its end: until all clients have their answers and all messages have arrived.
@@ -61,6 +63,7 @@ enum Event {
     Drain(usize),
     LookForMoves,
     Move(Moment),
+    Fetch(Fetching),
 }
 
 /// A request on its way to the router.
@@ -104,6 +107,8 @@ struct Replica {
     preemptions_before: u64,
     /// Moments of moves that wait for the end of a step.
     at_boundary: Vec<Moment>,
+    /// Parts of fetches that do.
+    fetching: Vec<Fetching>,
 }
 
 /// A request between its arrival and its end.
@@ -122,6 +127,7 @@ struct Live {
 struct Tally {
     sent: Vec<u32>,
     copies: u32,
+    fetches: u32,
     retries: u32,
     held: u32,
     violations: Vec<String>,
@@ -140,6 +146,7 @@ impl<'a> Simulation<'a> {
             busy_before_ms: 0.0,
             preemptions_before: 0,
             at_boundary: Vec::new(),
+            fetching: Vec::new(),
         };
         let domain = KeyDomain { model: &scenario.router.model, adapter: None, salt: None };
         Self {
@@ -163,6 +170,7 @@ impl<'a> Simulation<'a> {
     fn start(&mut self) {
         for replica in 0..self.replicas.len() {
             self.router.upsert_replica(self.spec(replica), Time::ZERO);
+            self.tell_peer(replica);
             self.schedule_report(replica, Time::ZERO);
         }
         for request in self.workload.first().into_iter().chain(self.scenario.also.iter().cloned()) {
@@ -227,6 +235,7 @@ impl<'a> Simulation<'a> {
             Event::Drain(replica) => self.begin_drain(replica, now),
             Event::LookForMoves => self.look_for_moves(now),
             Event::Move(moment) => self.take_moment(moment, now),
+            Event::Fetch(fetching) => self.take_fetching(fetching, now),
         }
         self.take_up_released(now);
     }
@@ -307,8 +316,11 @@ impl<'a> Simulation<'a> {
 
     fn carry_out(&mut self, id: RequestId, verdict: Verdict, now: Time) {
         match verdict {
-            Verdict::Run(Placed { replica, copy, fetch: _ }) => {
-                self.send(id, replica, now);
+            Verdict::Run(Placed { replica, copy, fetch }) => {
+                match fetch {
+                    Some(fetch) => self.fetch(id, replica, fetch, now),
+                    None => self.send(id, replica, now),
+                }
                 if let Some(copy) = copy {
                     self.tally.copies += 1;
                     let source = &self.live[&id];
@@ -353,7 +365,7 @@ impl<'a> Simulation<'a> {
 
     fn wake(&mut self, replica: usize, now: Time) {
         let incarnation = self.replicas[replica].incarnation;
-        let crossing = !self.replicas[replica].at_boundary.is_empty();
+        let crossing = !self.replicas[replica].at_boundary.is_empty() || !self.replicas[replica].fetching.is_empty();
         let engine = &mut self.replicas[replica].engine;
         let outputs = match engine.movable().filter(|_| crossing) {
             Some(engine) => engine.complete(now),
@@ -364,6 +376,9 @@ impl<'a> Simulation<'a> {
         }
         if crossing {
             self.cross_boundary(replica, now);
+            for fetching in std::mem::take(&mut self.replicas[replica].fetching) {
+                self.perform_fetching(fetching, now);
+            }
             self.go_on_at(replica, now);
         } else {
             self.after_engine(replica, now);
@@ -517,6 +532,7 @@ impl<'a> Simulation<'a> {
                 self.end(request, now);
             }
         }
+        self.end_fetches_of(replica, now);
     }
 
     fn come_back(&mut self, replica: usize, now: Time) {
@@ -554,6 +570,7 @@ impl<'a> Simulation<'a> {
             sent: self.tally.sent,
             busy_ms: self.replicas.iter().map(busy).collect(),
             copies: self.tally.copies,
+            fetches: self.tally.fetches,
             retries: self.tally.retries,
             held: self.tally.held,
             preemptions: self.replicas.iter().map(preemptions).sum(),
