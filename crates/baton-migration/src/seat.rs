@@ -314,7 +314,14 @@ impl<E: Entry> Seat<E> {
 
     fn begin_move(&mut self, epoch: Tag, attempt: Tag, target: Place, out: &mut Vec<SeatOutput<E>>) {
         let Some(holding) = &mut self.holding else { return };
-        if holding.phase != Phase::Running || holding.tag != epoch || !holding.is_computing() || holding.attempt >= attempt {
+        if holding.phase != Phase::Running || holding.tag != epoch {
+            return;
+        }
+        if holding.attempt == attempt {
+            // It ended here; that it did may not have been heard.
+            out.push(SeatOutput::ToGateway(ToGateway::Aborted { epoch, attempt }));
+        }
+        if !holding.is_computing() || holding.attempt >= attempt {
             return;
         }
         holding.phase = Phase::Copying;

@@ -66,6 +66,10 @@ pub enum SeatsInput<E> {
         request: RequestName,
         class: LostClass,
     },
+    /// Blocks of the copy that is under way went out, or came. Once a second is enough.
+    CopyAdvanced {
+        request: RequestName,
+    },
     /// The copy cannot go on: the link is lost, the target refuses, or the request was preempted.
     CopyFailed {
         request: RequestName,
@@ -162,7 +166,7 @@ enum Standing {
 struct Held<E> {
     seat: Seat<E>,
     repeat: Repeat,
-    /// When the phase began, or the seat became empty.
+    /// When the phase began, its copy advanced last, or the seat became empty.
     since: Time,
     phase: Option<Phase>,
 }
@@ -223,6 +227,7 @@ impl<E: Entry> Seats<E> {
             SeatsInput::Computed { request, entry } => self.with_seat(request, now, |seat, out| seat.output(entry, out)),
             SeatsInput::Frozen { request } => self.with_seat(request, now, Seat::frozen),
             SeatsInput::CannotRun { request, class } => self.with_seat(request, now, |seat, out| seat.cannot_run(class, out)),
+            SeatsInput::CopyAdvanced { request } => self.copy_advanced(request, now),
             SeatsInput::CopyFailed { request } => self.with_seat(request, now, Seat::abort),
             SeatsInput::CopyPrefix { request, attempt, target } => {
                 let over = self.is_over(request, attempt);
@@ -368,7 +373,7 @@ impl<E: Entry> Seats<E> {
             }
             let waited = now.since(held.since);
             match held.phase {
-                Some(Phase::Copying) if waited >= self.timing.attempt => self.with_seat(request, now, Seat::abort),
+                Some(Phase::Copying) if waited >= self.timing.stall_after => self.with_seat(request, now, Seat::abort),
                 Some(Phase::Frozen) if waited >= self.timing.stand_still => self.with_seat(request, now, Seat::abort),
                 Some(Phase::Asking) if waited >= self.timing.reclaim_after => self.with_seat(request, now, Seat::reclaim),
                 Some(Phase::Preparing | Phase::Prepared) if waited >= self.timing.withdraw_after => {
@@ -381,6 +386,14 @@ impl<E: Entry> Seats<E> {
                 let again = held.seat.unanswered();
                 self.outputs.extend(again.into_iter().map(|output| named(request, output)));
             }
+        }
+    }
+
+    /// What is prepared to the end does not wait longer for it.
+    fn copy_advanced(&mut self, request: RequestName, now: Time) {
+        let Some(held) = self.requests.get_mut(&request) else { return };
+        if matches!(held.phase, Some(Phase::Copying | Phase::Frozen | Phase::Preparing)) {
+            held.since = now;
         }
     }
 
@@ -438,7 +451,7 @@ impl<E: Entry> Held<E> {
     fn due(&self, timing: &Timing) -> Time {
         let phase = match self.phase {
             None => self.since + 2 * timing.free_after,
-            Some(Phase::Copying) => self.since + timing.attempt,
+            Some(Phase::Copying) => self.since + timing.stall_after,
             Some(Phase::Frozen) => self.since + timing.stand_still,
             Some(Phase::Asking) => self.since + timing.reclaim_after,
             Some(Phase::Preparing | Phase::Prepared) => self.since + timing.withdraw_after,
@@ -551,6 +564,86 @@ mod tests {
         }
     }
 
+    /// Seats at both ends of a copy, whose gateway answers every heartbeat; seconds from `from` on until one of them ends it, if one does
+    /// before `until`. `advances`: whether the copy does, each second.
+    fn copy_ends(from: u64, until: u64, advances: impl Fn(u64) -> [bool; 2]) -> [Option<u64>; 2] {
+        let place = |replica| Place { replica: ReplicaId(replica), incarnation: Incarnation(1) };
+        let (epoch, attempt) = (Tag(1), Tag(2));
+        let mut both = [0, 1].map(|replica| Seats::<Token>::new(place(replica), Timing::default()));
+        for seats in &mut both {
+            seats.handle(SeatsInput::Attached { gateway: GATEWAY }, seconds(from));
+        }
+        start_at(&mut both[0], seconds(from));
+        let message = ToSeat::Move { epoch, attempt, target: place(1) };
+        both[0].handle(SeatsInput::FromGateway { request: REQUEST, message }, seconds(from));
+        let prepare = ToPeer::Prepare { attempt };
+        both[1].handle(SeatsInput::FromPeer { request: REQUEST, from: place(0), message: prepare }, seconds(from));
+        let mut ends = [None, None];
+        for second in from + 1..until {
+            for (index, seats) in both.iter_mut().enumerate() {
+                if advances(second)[index] {
+                    seats.handle(SeatsInput::CopyAdvanced { request: REQUEST }, seconds(second));
+                }
+                seats.handle(SeatsInput::Timeout, seconds(second));
+                for output in outputs(seats) {
+                    match output {
+                        SeatsOutput::Heartbeat { gateway, sequence } => {
+                            seats.handle(SeatsInput::Leased { gateway, sequence }, seconds(second));
+                        }
+                        SeatsOutput::ToGateway { message: ToGateway::Aborted { .. } | ToGateway::Withdraw { .. }, .. } => {
+                            ends[index] = ends[index].or(Some(second - from));
+                        }
+                        SeatsOutput::Holds { .. }
+                        | SeatsOutput::AllHeld { .. }
+                        | SeatsOutput::ToGateway { .. }
+                        | SeatsOutput::ToPeer { .. }
+                        | SeatsOutput::Prefix { .. }
+                        | SeatsOutput::Work { .. } => {}
+                    }
+                }
+            }
+        }
+        ends
+    }
+
+    #[test]
+    fn a_copy_that_advances_is_not_given_up_however_long_it_takes_and_one_that_does_not_is() {
+        assert_eq!(copy_ends(0, 500, |_| [false, false]), [Some(20), Some(10)], "nothing goes and nothing comes");
+        assert_eq!(copy_ends(0, 500, |second| [second % 19 == 0, second % 9 == 0]), [None, None]);
+        assert_eq!(copy_ends(0, 500, |second| [second < 100, second < 100]), [Some(119), Some(109)], "it counts from the last sign");
+    }
+
+    #[test]
+    fn a_target_that_has_all_asks_however_lively_its_source_was() {
+        let mut seats = seats();
+        let from = Place { replica: ReplicaId(1), incarnation: Incarnation(1) };
+        let told = |message| SeatsInput::FromPeer { request: REQUEST, from, message };
+        seats.handle(told(ToPeer::Prepare { attempt: Tag(2) }), seconds(1));
+        seats.handle(told(ToPeer::State { attempt: Tag(2), entries: vec![Token] }), seconds(1));
+        seats.handle(SeatsInput::CopyAdvanced { request: REQUEST }, seconds(4));
+        outputs(&mut seats);
+        seats.handle(SeatsInput::Timeout, seconds(11));
+        let asks = SeatsOutput::ToGateway { request: REQUEST, message: ToGateway::Withdraw { attempt: Tag(2) } };
+        assert!(outputs(&mut seats).contains(&asks));
+    }
+
+    #[test]
+    fn a_source_that_is_told_again_of_an_attempt_that_ended_says_so_again() {
+        let target = Place { replica: ReplicaId(1), incarnation: Incarnation(1) };
+        let (epoch, attempt) = (Tag(1), Tag(2));
+        let mut seats = seats();
+        start_at(&mut seats, seconds(1));
+        let told = || SeatsInput::FromGateway { request: REQUEST, message: ToSeat::Move { epoch, attempt, target } };
+        let aborted = SeatsOutput::ToGateway { request: REQUEST, message: ToGateway::Aborted { epoch, attempt } };
+        seats.handle(told(), seconds(1));
+        seats.handle(told(), seconds(1));
+        assert!(!outputs(&mut seats).contains(&aborted), "it is under way");
+        seats.handle(SeatsInput::CopyFailed { request: REQUEST }, seconds(1));
+        assert!(outputs(&mut seats).contains(&aborted));
+        seats.handle(told(), seconds(1));
+        assert_eq!(outputs(&mut seats), [aborted]);
+    }
+
     #[test]
     fn a_source_that_stands_still_for_a_target_that_says_nothing_goes_on() {
         let target = Place { replica: ReplicaId(1), incarnation: Incarnation(1) };
@@ -591,7 +684,7 @@ mod tests {
         let aborted = |attempt| SeatsOutput::ToGateway { request: REQUEST, message: ToGateway::Aborted { epoch, attempt } };
         assert_eq!(outputs(&mut seats), [aborted(attempt)]);
         seats.handle(told(ToSeat::Move { epoch, attempt, target }), seconds(1));
-        assert_eq!(outputs(&mut seats), []);
+        assert_eq!(outputs(&mut seats), [aborted(attempt)], "it says again that it is over");
         // A later one ends earlier ones, of which it may not have heard.
         seats.handle(told(ToSeat::Move { epoch, attempt: Tag(3), target }), seconds(1));
         outputs(&mut seats);

@@ -20,9 +20,11 @@ pub struct Timing {
     pub stand_still: Duration,
     /// A source that asked to commit waits so long before it asks to stay the owner.
     pub reclaim_after: Duration,
-    /// A target waits so long for what it prepared before it asks whether it still comes.
+    /// A target of whose copy nothing came for so long asks whether the request still comes.
     pub withdraw_after: Duration,
-    /// Longest attempt.
+    /// A source whose copy did not advance for so long gives the attempt up. A copy that advances ends by itself: its blocks are counted.
+    pub stall_after: Duration,
+    /// Longest attempt, by the gateway, which does not see a copy advance: for one so slow that its room is better used otherwise.
     pub attempt: Duration,
 }
 
@@ -37,7 +39,8 @@ impl Default for Timing {
             stand_still: Duration::from_secs(5),
             reclaim_after: Duration::from_secs(1),
             withdraw_after: Duration::from_secs(10),
-            attempt: Duration::from_secs(100),
+            stall_after: Duration::from_secs(20),
+            attempt: Duration::from_mins(15),
         }
     }
 }

@@ -32,6 +32,8 @@ const IN_VAIN_MAX: u32 = 3;
 const KNOWS_WITHIN: Duration = Duration::from_millis(20 + 40 + 80 + 4 + 2 * 20);
 const REPLICAS: usize = 3;
 const STEP: Duration = Duration::from_millis(20);
+/// A copy shows at both ends that it goes on.
+const COPY_ADVANCES: Duration = Duration::from_millis(300);
 /// Faults begin before this.
 const FAULTS_UNTIL: Duration = Duration::from_millis(1_500);
 /// By when everything must be over.
@@ -49,7 +51,8 @@ fn timing() -> Timing {
         stand_still: ms(500),
         reclaim_after: ms(100),
         withdraw_after: ms(1_000),
-        attempt: ms(5_000),
+        stall_after: ms(2_000),
+        attempt: ms(90_000),
     }
 }
 
@@ -96,6 +99,13 @@ enum Event {
     ReplicaTimer(usize),
     GatewayTimer,
     EngineStep(usize),
+    /// Blocks went out at one end of a slow copy, and came at the other; it ends after so long.
+    CopyAdvances {
+        at: Place,
+        target: Place,
+        request: RequestName,
+        left: Duration,
+    },
     /// The copy is far enough, or has failed.
     CopyEnds {
         at: Place,
@@ -351,6 +361,16 @@ impl World {
                 self.look_at_runners()?;
                 return self.look_at_sources(replica);
             }
+            Event::CopyAdvances { at, target, request, left } => {
+                for end in [at, target] {
+                    let replica = end.replica.index();
+                    if self.place(replica) == end && self.replicas[replica].halted_until <= self.now {
+                        self.replicas[replica].seats.handle(SeatsInput::CopyAdvanced { request }, self.now);
+                        self.after_replica(replica);
+                    }
+                }
+                self.copy(at, target, request, left);
+            }
             Event::CopyEnds { at, request, fails } => {
                 let replica = at.replica.index();
                 if !self.wait_for(replica, || Event::CopyEnds { at, request, fails }) && self.place(replica) == at {
@@ -447,10 +467,11 @@ impl World {
                 SeatsOutput::ToPeer { request, to, message } => {
                     self.send(replica, to.replica.index(), &Event::AtReplica(to, Message::Across { request, from, message }));
                 }
-                SeatsOutput::Work { request, work: Work::Copy { .. } } => {
-                    let after = self.within(Duration::from_millis(150));
-                    let fails = !self.faultless && self.rng.u8(..6) == 0;
-                    self.at(after, Event::CopyEnds { at: from, request, fails });
+                SeatsOutput::Work { request, work: Work::Copy { target, .. } } => {
+                    // Some take longer than a party waits for what does not advance.
+                    let longest = if self.rng.u8(..8) == 0 { 5_000 } else { 150 };
+                    let takes = self.within(Duration::from_millis(longest));
+                    self.copy(from, target, request, takes);
                 }
                 SeatsOutput::Work { .. } => {}
                 SeatsOutput::Prefix { .. } => unreachable!("nobody orders a copy"),
@@ -458,6 +479,15 @@ impl World {
         }
         let due = self.replicas[replica].seats.poll_timeout();
         self.at_time(due, Event::ReplicaTimer(replica));
+    }
+
+    fn copy(&mut self, at: Place, target: Place, request: RequestName, left: Duration) {
+        if let Some(left) = left.checked_sub(COPY_ADVANCES) {
+            self.at(COPY_ADVANCES, Event::CopyAdvances { at, target, request, left });
+        } else {
+            let fails = !self.faultless && self.rng.u8(..6) == 0;
+            self.at(left, Event::CopyEnds { at, request, fails });
+        }
     }
 
     fn at_gateway(&mut self, from: Place, message: Message) -> Result<(), String> {

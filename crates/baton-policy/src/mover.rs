@@ -45,7 +45,7 @@ pub struct MoverConfig {
     pub fair_wait: Duration,
     /// Moves of one program within a minute, for fairness.
     pub fair_moves_per_minute: u32,
-    /// A move of which nothing was heard for so long counts as ended. The migration protocol's 100 s.
+    /// A move of which nothing was heard for so long counts as ended. The migration protocol's longest attempt.
     pub attempt: Duration,
 }
 
@@ -58,7 +58,7 @@ impl Default for MoverConfig {
             quiet_from: None,
             fair_wait: Duration::from_secs(1),
             fair_moves_per_minute: 4,
-            attempt: Duration::from_secs(100),
+            attempt: Duration::from_mins(15),
         }
     }
 }
