@@ -1,10 +1,27 @@
-use std::fmt;
+use std::{any::Any, fmt, sync::Arc};
 
 use baton_kv::BlockId;
 use baton_units::{BlockSize, Bytes};
 use serde::{Deserialize, Serialize};
 
 use crate::Executor;
+
+/// Memory for the bytes of one KV block.
+pub trait KvBytes: Any + Send + Sync {
+    fn bytes(&self) -> &[u8];
+
+    fn bytes_mut(&mut self) -> &mut [u8];
+}
+
+impl KvBytes for Vec<u8> {
+    fn bytes(&self) -> &[u8] {
+        self
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        self
+    }
+}
 
 /// The bytes of an executor's KV blocks, where they lie. Blocks of replicas whose [`Numerics`] are equal may be copied byte by byte.
 ///
@@ -24,6 +41,30 @@ pub trait KvMemory {
     /// # Panics
     /// When the executor has no such block.
     fn block_mut(&mut self, block: BlockId) -> &mut [u8];
+
+    /// A block's bytes as they are now, for other threads: what is written to the block later is not seen in them. An executor whose blocks
+    /// lie apart hands them out without copying.
+    ///
+    /// # Panics
+    /// When the executor has no such block.
+    fn share(&self, block: BlockId) -> Arc<dyn KvBytes> {
+        Arc::new(self.block(block).to_vec())
+    }
+
+    /// Memory for one block, to be filled by other threads and [`put`](Self::put); its content may be anything.
+    fn spare(&self) -> Box<dyn KvBytes> {
+        Box::new(vec![0; self.layout().block_bytes.0 as usize])
+    }
+
+    /// Makes these the bytes of a block, by the rule of [`block_mut`](Self::block_mut), and gives memory for another one back. An
+    /// executor whose blocks lie apart takes memory that it made by [`spare`](Self::spare) without copying.
+    ///
+    /// # Panics
+    /// When the executor has no such block, or a block has another number of bytes.
+    fn put(&mut self, block: BlockId, bytes: Box<dyn KvBytes>) -> Box<dyn KvBytes> {
+        self.block_mut(block).copy_from_slice(bytes.bytes());
+        bytes
+    }
 
     /// What moving one block is priced at: its bytes, or in an executor that emulates a model, those of that model's blocks.
     fn priced_block_bytes(&self) -> Bytes {

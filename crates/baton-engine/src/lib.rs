@@ -46,7 +46,7 @@ mod timed;
 pub use config::{ConfigError, EngineConfig, Order, TokenBudget};
 pub use engine::{Engine, Plan, Step};
 pub use executor::{Batch, BatchRow, Executor, SampleRequest, Sampled, SequenceId, StepResult};
-pub use kv_memory::{KvLayout, KvMemory, Numerics, NumericsError};
+pub use kv_memory::{KvBytes, KvLayout, KvMemory, Numerics, NumericsError};
 pub use migration::{History, MoveRefusal, OutputEnds, Phase, Prefix, PreparedId, PreparedView, SequenceState, SequenceView};
 pub use philox::philox4x32_10;
 pub use request::{Finish, FinishReason, NewRequest, Output, SequenceRecord, SubmitError};

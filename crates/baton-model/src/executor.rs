@@ -1,14 +1,17 @@
+use std::any::Any;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Instant;
 
 use baton_cost::ModelShape;
-use baton_engine::{Batch, Executor, KvMemory, Sampled, StepResult, sample};
+use baton_engine::{Batch, Executor, KvBytes, KvMemory, Sampled, StepResult, sample};
 use baton_kv::BlockId;
 
 use crate::checkpoint::Checkpoint;
 use crate::forward::{Forward, Scratch, Span};
 use crate::kernels::activations::Activations;
 use crate::kv::{KvCache, KvLayout};
+use crate::memory::Memory;
 use crate::model::Model;
 use crate::pool::Pool;
 use crate::simd::Machine;
@@ -210,6 +213,27 @@ impl KvMemory for CpuExecutor {
 
     fn block_mut(&mut self, block: BlockId) -> &mut [u8] {
         self.kv.block_mut(block.0)
+    }
+
+    fn share(&self, block: BlockId) -> Arc<dyn KvBytes> {
+        self.kv.share(block.0)
+    }
+
+    fn spare(&self) -> Box<dyn KvBytes> {
+        Box::new(self.kv.spare())
+    }
+
+    fn put(&mut self, block: BlockId, bytes: Box<dyn KvBytes>) -> Box<dyn KvBytes> {
+        let is_ours = (&*bytes as &dyn Any).is::<Memory>();
+        if !is_ours {
+            self.kv.block_mut(block.0).copy_from_slice(bytes.bytes());
+            return bytes;
+        }
+        let memory = (bytes as Box<dyn Any>).downcast::<Memory>().expect("its type was just seen");
+        match self.kv.put(block.0, *memory) {
+            Some(former) => Box::new(former),
+            None => self.spare(),
+        }
     }
 }
 

@@ -92,7 +92,7 @@ impl Forward<'_> {
             let columns = kv_head * group..(kv_head + 1) * group;
             let context = Context {
                 layout,
-                kv: kv.floats(),
+                kv,
                 layer: index,
                 blocks: span.blocks,
                 kv_head,

@@ -1,4 +1,4 @@
-use std::ops::Range;
+use std::{io, ops::Range, sync::Arc};
 
 use baton_units::{BlockSize, Bytes};
 
@@ -6,7 +6,7 @@ use crate::ModelError;
 use crate::memory::Memory;
 use crate::simd::LANES;
 
-/// Where keys and values lie: `[block][layer]`, and in it keys `[kv head][group][dimension][16 positions]`, so that a vector of
+/// Where in a block keys and values lie: `[layer]`, and in it keys `[kv head][group][dimension][16 positions]`, so that a vector of
 /// scores is one chain over dimensions, then values `[kv head][position][dimension]`.
 ///
 /// A group is 16 positions of a block, the last one padded. A block is one piece of memory over all layers, to be copied whole. As
@@ -39,30 +39,28 @@ impl KvLayout {
         self.layers * (self.keys_len() + self.values_len())
     }
 
-    /// Where a block's bytes lie.
-    fn block_range(self, block: u32) -> Range<usize> {
-        let len = self.block_len() * size_of::<f32>();
-        block as usize * len..(block as usize + 1) * len
+    fn block_bytes(self) -> usize {
+        self.block_len() * size_of::<f32>()
     }
 
     #[inline(always)]
-    fn layer_start(self, block: u32, layer: usize) -> usize {
-        (block as usize * self.layers + layer) * (self.keys_len() + self.values_len())
+    fn layer_start(self, layer: usize) -> usize {
+        layer * (self.keys_len() + self.values_len())
     }
 
-    /// Keys of one group, `[dimension][16 positions]`.
+    /// Where in a block the keys of one group lie, `[dimension][16 positions]`.
     #[inline(always)]
-    pub(crate) fn keys(self, block: u32, layer: usize, kv_head: usize, group: usize) -> Range<usize> {
+    pub(crate) fn keys(self, layer: usize, kv_head: usize, group: usize) -> Range<usize> {
         let len = self.head_dim * LANES;
-        let start = self.layer_start(block, layer) + (kv_head * self.groups() + group) * len;
+        let start = self.layer_start(layer) + (kv_head * self.groups() + group) * len;
         start..start + len
     }
 
-    /// Values of one block, `[position][dimension]`.
+    /// Where in a block its values lie, `[position][dimension]`.
     #[inline(always)]
-    pub(crate) fn values(self, block: u32, layer: usize, kv_head: usize) -> Range<usize> {
+    pub(crate) fn values(self, layer: usize, kv_head: usize) -> Range<usize> {
         let len = self.block_size * self.head_dim;
-        let start = self.layer_start(block, layer) + self.keys_len() + kv_head * len;
+        let start = self.layer_start(layer) + self.keys_len() + kv_head * len;
         start..start + len
     }
 }
@@ -78,64 +76,92 @@ impl From<KvLayout> for baton_engine::KvLayout {
         Self {
             format: format!("{FORMAT}/{VALUES}/layers={layers}/kv_heads={kv_heads}/head_dim={head_dim}"),
             block_size: BlockSize::new(block_size as u32).expect("checked when the executor was made"),
-            block_bytes: Bytes((layout.block_len() * size_of::<f32>()) as u64),
+            block_bytes: Bytes(layout.block_bytes() as u64),
         }
     }
 }
 
 /// Keys and values of all blocks in f32.
+///
+/// Each block is memory of its own, so that one can be lent to other threads and exchanged for one that they filled, without copying. The
+/// system puts mappings that are made one after another side by side, and makes them one: huge pages span blocks.
 pub(crate) struct KvCache {
     layout: KvLayout,
-    memory: Memory,
+    blocks: Vec<Arc<Memory>>,
 }
 
 impl KvCache {
     pub(crate) fn new(layout: KvLayout, blocks: usize) -> Result<Self, ModelError> {
-        let block_bytes = layout.block_len() * size_of::<f32>();
-        let bytes = block_bytes.checked_mul(blocks).filter(|&bytes| isize::try_from(bytes).is_ok());
-        let memory = bytes.and_then(|bytes| Memory::zeroed(bytes).ok());
-        let memory = memory.ok_or(ModelError::KvTooLarge { blocks, block_bytes })?;
-        Ok(Self { layout, memory })
+        let block_bytes = layout.block_bytes();
+        let too_large = || ModelError::KvTooLarge { blocks, block_bytes };
+        block_bytes.checked_mul(blocks).filter(|&bytes| isize::try_from(bytes).is_ok()).ok_or_else(too_large)?;
+        let memory = (0..blocks).map(|_| Memory::zeroed(block_bytes).map(Arc::new)).collect::<io::Result<_>>();
+        Ok(Self { layout, blocks: memory.map_err(|_| too_large())? })
     }
 
     pub(crate) fn layout(&self) -> KvLayout {
         self.layout
     }
 
-    /// All of it, in the order of the layout.
-    pub(crate) fn floats(&self) -> &[f32] {
-        self.memory.floats()
+    /// A whole block, in the order of the layout.
+    #[inline(always)]
+    pub(crate) fn floats(&self, block: u32) -> &[f32] {
+        self.blocks[block as usize].floats()
     }
 
     /// Stores one token's keys and values of one layer, each `[kv head][dimension]`.
     pub(crate) fn write(&mut self, layer: usize, blocks: &[u32], position: usize, keys: &[f32], values: &[f32]) {
         let layout = self.layout;
         let (block, offset) = (blocks[position / layout.block_size], position % layout.block_size);
-        let memory = self.memory.floats_mut();
+        let memory = self.owned(block).floats_mut();
         for (kv_head, key) in keys.chunks_exact(layout.head_dim).enumerate() {
-            let group = &mut memory[layout.keys(block, layer, kv_head, offset / LANES)];
+            let group = &mut memory[layout.keys(layer, kv_head, offset / LANES)];
             for (lanes, &value) in group.chunks_exact_mut(LANES).zip(key) {
                 lanes[offset % LANES] = value;
             }
         }
         for (kv_head, value) in values.chunks_exact(layout.head_dim).enumerate() {
-            let values = &mut memory[layout.values(block, layer, kv_head)];
+            let values = &mut memory[layout.values(layer, kv_head)];
             values[offset * layout.head_dim..][..layout.head_dim].copy_from_slice(value);
         }
     }
 
     /// The bytes of a whole block.
     pub(crate) fn block(&self, block: u32) -> &[u8] {
-        &self.memory.bytes()[self.layout.block_range(block)]
+        self.blocks[block as usize].bytes()
     }
 
     pub(crate) fn block_mut(&mut self, block: u32) -> &mut [u8] {
-        &mut self.memory.bytes_mut()[self.layout.block_range(block)]
+        self.owned(block).bytes_mut()
     }
 
     /// Copies a whole block.
     pub(crate) fn copy(&mut self, from: u32, to: u32) {
-        let len = self.layout.block_len();
-        self.memory.floats_mut().copy_within(from as usize * len..(from as usize + 1) * len, to as usize * len);
+        let from = Arc::clone(&self.blocks[from as usize]);
+        self.block_mut(to).copy_from_slice(from.bytes());
+    }
+
+    /// A block as it is now; what is written to it later goes to a copy.
+    pub(crate) fn share(&self, block: u32) -> Arc<Memory> {
+        Arc::clone(&self.blocks[block as usize])
+    }
+
+    /// Memory for one block.
+    ///
+    /// # Panics
+    /// When the system has none.
+    pub(crate) fn spare(&self) -> Memory {
+        Memory::zeroed(self.layout.block_bytes()).expect("the system has memory for one more block")
+    }
+
+    /// Exchanges a block's memory; the former one, unless it is lent.
+    pub(crate) fn put(&mut self, block: u32, memory: Memory) -> Option<Memory> {
+        assert_eq!(memory.len(), self.layout.block_bytes(), "a block has the bytes of one block");
+        Arc::into_inner(std::mem::replace(&mut self.blocks[block as usize], Arc::new(memory)))
+    }
+
+    /// To be written: what is lent stays as it was, and this becomes a copy of it.
+    fn owned(&mut self, block: u32) -> &mut Memory {
+        Arc::make_mut(&mut self.blocks[block as usize])
     }
 }

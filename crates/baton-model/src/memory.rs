@@ -1,5 +1,6 @@
 use std::io;
 
+use baton_engine::KvBytes;
 use memmap2::MmapMut;
 
 /// Zeroed memory straight from the system, on huge pages where it has them: weights and KV are read end to end every step, and
@@ -23,6 +24,10 @@ impl Memory {
         &mut self.0
     }
 
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+
     pub(crate) fn floats(&self) -> &[f32] {
         // SAFETY: a mapping starts on a page, which is aligned for f32; any bytes are an f32; the length is rounded down.
         unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast(), self.0.len() / size_of::<f32>()) }
@@ -31,5 +36,25 @@ impl Memory {
     pub(crate) fn floats_mut(&mut self) -> &mut [f32] {
         // SAFETY: as in `floats`; the borrow of `self` is exclusive and any f32 is four bytes.
         unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), self.0.len() / size_of::<f32>()) }
+    }
+}
+
+/// # Panics
+/// When the system has no memory.
+impl Clone for Memory {
+    fn clone(&self) -> Self {
+        let mut copy = Self::zeroed(self.len()).expect("the system has memory for one more of what there is");
+        copy.bytes_mut().copy_from_slice(self.bytes());
+        copy
+    }
+}
+
+impl KvBytes for Memory {
+    fn bytes(&self) -> &[u8] {
+        self.bytes()
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        self.bytes_mut()
     }
 }

@@ -8,7 +8,7 @@ use std::cell::RefCell;
 
 use crate::kernels::activations::sum_lanes;
 use crate::kernels::pointwise::exp;
-use crate::kv::KvLayout;
+use crate::kv::{KvCache, KvLayout};
 use crate::simd::{Kernel, LANES, Lanes, Machine, Simd};
 
 /// Query heads computed side by side at most.
@@ -18,7 +18,7 @@ const MAX_HEADS: usize = 4;
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
     pub(crate) layout: KvLayout,
-    pub(crate) kv: &'a [f32],
+    pub(crate) kv: &'a KvCache,
     pub(crate) layer: usize,
     /// Block table of the sequence.
     pub(crate) blocks: &'a [u32],
@@ -118,7 +118,8 @@ fn score<S: Simd, const R: usize, const G: usize>(simd: S, context: Context<'_>,
             let index = (group + g).min(groups - 1);
             let (block, within) = (index / layout.groups(), index % layout.groups());
             firsts[g] = block * layout.block_size + within * LANES;
-            keys[g] = &context.kv[layout.keys(context.blocks[block], context.layer, context.kv_head, within)].as_chunks().0[..dim];
+            let floats = context.kv.floats(context.blocks[block]);
+            keys[g] = &floats[layout.keys(context.layer, context.kv_head, within)].as_chunks().0[..dim];
         }
         let mut sums = [[simd.splat(0.0); G]; R];
         for d in 0..dim {
@@ -183,7 +184,7 @@ fn mix<S: Simd, const R: usize, const C: usize>(
         if first >= context.positions {
             break;
         }
-        let values = &context.kv[layout.values(block, context.layer, context.kv_head)];
+        let values = &context.kv.floats(block)[layout.values(context.layer, context.kv_head)];
         let len = layout.block_size.min(context.positions - first);
         for (offset, value) in values.chunks_exact(dim).take(len).enumerate() {
             let value = &value.as_chunks::<LANES>().0[vector..vector + C];

@@ -2,7 +2,7 @@
 
 use baton_cost::StepCoefficients;
 use baton_engine::{
-    Engine, EngineConfig, Executor, KvMemory, NewRequest, Numerics, NumericsError, Output, Phase, SamplingOptions, SamplingParams,
+    Engine, EngineConfig, Executor, KvBytes, KvMemory, NewRequest, Numerics, NumericsError, Output, Phase, SamplingOptions, SamplingParams,
     SequenceId, SequenceState, TokenBudget,
 };
 use baton_gguf::TensorKind;
@@ -64,12 +64,16 @@ impl Replica {
     }
 }
 
-/// Copies blocks from where they lie to where they are to lie.
+/// Copies blocks from where they lie to where they are to lie, by memory that the target gave and by other memory.
 fn copy(source: &Replica, target: &mut Replica, prepared: baton_engine::PreparedId, blocks: std::ops::Range<usize>) {
     let from = source.engine.look(source.find().unwrap()).unwrap().blocks;
     let to = target.engine.prepared(prepared).unwrap().blocks;
     for index in blocks {
-        target.executor.block_mut(to[index]).copy_from_slice(source.executor.block(from[index]));
+        let lent = source.executor.share(from[index]);
+        let mut memory: Box<dyn KvBytes> = if index % 2 == 0 { target.executor.spare() } else { Box::new(vec![0; lent.bytes().len()]) };
+        memory.bytes_mut().copy_from_slice(lent.bytes());
+        let other = target.executor.put(to[index], memory);
+        assert_eq!(other.bytes().len(), lent.bytes().len());
     }
 }
 
@@ -97,6 +101,35 @@ fn migrate(source: &mut Replica, target: &mut Replica) -> Option<(usize, usize)>
     assert!(source.engine.release(id));
     target.stream = std::mem::take(&mut source.stream);
     Some((blocks.saturating_sub(held), blocks))
+}
+
+#[test]
+fn a_block_that_is_lent_stays_as_it_was_while_the_sequence_goes_on_with_a_copy() {
+    let folder = model(Family::Llama, TensorKind::Q8_0);
+    let greedy = SamplingOptions { temperature: 0.0, max_tokens: Some(24), logprobs: Some(3), ..SamplingOptions::default() };
+    let [mut lends, mut alone] = [(); 2].map(|()| Replica::new(&folder, &cpu(), 64));
+    for replica in [&mut lends, &mut alone] {
+        replica.submit(request(&random_prompt(3, 20), greedy.clone()));
+    }
+    alone.run();
+    lends.step();
+    let blocks = lends.engine.look(lends.find().unwrap()).unwrap().blocks.to_vec();
+    let lent: Vec<_> = blocks.iter().map(|&block| lends.executor.share(block)).collect();
+    let before: Vec<Vec<u8>> = lent.iter().map(|block| block.bytes().to_vec()).collect();
+    lends.step();
+    let now: Vec<&[u8]> = blocks.iter().map(|&block| lends.executor.block(block)).collect();
+    assert_eq!((now[0], now[1]), (&before[0][..], &before[1][..]), "full blocks are not written");
+    assert_ne!(now[2], before[2]);
+    assert!(lent.iter().zip(&before).all(|(lent, before)| lent.bytes() == before));
+    // Nor does memory come back that others read.
+    let spare = lends.executor.spare();
+    let other = lends.executor.put(blocks[0], spare);
+    assert!(!std::ptr::eq(other.bytes(), lent[0].bytes()));
+    let mut again = other;
+    again.bytes_mut().copy_from_slice(lent[0].bytes());
+    lends.executor.put(blocks[0], again);
+    lends.run();
+    assert_eq!(lends.stream, alone.stream);
 }
 
 fn cpu() -> CpuConfig {
