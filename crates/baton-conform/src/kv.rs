@@ -455,7 +455,7 @@ impl Going {
             }
         }
         self.credit -= self.block_bytes;
-        Ok(self.writer.block(header, bytes).await?)
+        Ok(self.writer.blocks(&[(header, bytes)]).await?)
     }
 
     pub(crate) fn block_bytes(&self) -> u64 {
@@ -466,7 +466,7 @@ impl Going {
     pub(crate) async fn heedless(&mut self, index: u32, tokens: u32, bytes: &[u8], times: u64) -> bool {
         let header = BlockHeader { index, tokens, checksum: xxh3_64(bytes) };
         for _ in 0..times {
-            if self.writer.block(header, bytes).await.is_err() {
+            if self.writer.blocks(&[(header, bytes)]).await.is_err() {
                 return false;
             }
         }

@@ -301,7 +301,7 @@ impl Pair {
         );
         println!("  at the source {}\n  at the target {}", source.compared(), target.compared());
         println!(
-            "  pacing: KV is copied between two steps, 2 MiB or 4 % of the step if that is more; checksums and sockets are other threads' work"
+            "  pacing: between two steps goes and comes what keeps a core busy for 4 % of a step, a block in any case; nothing is copied there"
         );
         Ok(())
     }

@@ -1,4 +1,8 @@
-use std::{sync::Arc, time::Duration};
+use std::{
+    io::{ErrorKind, IoSlice},
+    sync::Arc,
+    time::Duration,
+};
 
 use baton_migration::GatewayName;
 use baton_wire::migration::{
@@ -55,12 +59,12 @@ pub enum ConnectionError {
 
 /// A frame as it came.
 #[derive(Debug)]
-pub struct Raw {
+pub struct Raw<P = Vec<u8>> {
     pub kind: u16,
     /// Of a block frame, its header alone.
     pub body: Vec<u8>,
     /// The bytes of a block.
-    pub payload: Vec<u8>,
+    pub payload: P,
 }
 
 /// The frames that come.
@@ -174,14 +178,20 @@ impl FrameReader {
     /// The next frame; an end of the connection is an error of kind `UnexpectedEof`. Must not be dropped before it returns, unless
     /// nothing more is read.
     pub async fn read(&mut self) -> Result<Raw, ConnectionError> {
+        self.read_to(|bytes| vec![0; bytes]).await
+    }
+
+    /// As [`Self::read`], a block's bytes to where they are to lie: to what `place` gives for their count, which must have as many. For a
+    /// frame without a block it is asked for none.
+    pub async fn read_to<P: AsMut<[u8]>>(&mut self, place: impl FnOnce(usize) -> P) -> Result<Raw<P>, ConnectionError> {
         let mut head = [0; HEADER_BYTES];
         self.stream.read_exact(&mut head).await?;
         let header = self.opener.header(&head)?;
         let length = header.body as usize;
         let covered = if KvFrame::is_block(header.kind) { length.min(KvFrame::BLOCK_HEADER_BYTES) } else { length };
-        let (mut body, mut payload, mut trailer) = (vec![0; covered], vec![0; length - covered], [0; MAC_BYTES]);
+        let (mut body, mut payload, mut trailer) = (vec![0; covered], place(length - covered), [0; MAC_BYTES]);
         self.stream.read_exact(&mut body).await?;
-        self.stream.read_exact(&mut payload).await?;
+        self.stream.read_exact(payload.as_mut()).await?;
         let trailer = &mut trailer[..self.opener.trailer_bytes()];
         self.stream.read_exact(trailer).await?;
         self.opener.check(&head, &body, trailer)?;
@@ -211,15 +221,24 @@ impl FrameWriter {
         self.stream.flush().await
     }
 
-    /// Sends the bytes of a block from where they lie, behind its header.
-    pub async fn block(&mut self, header: BlockHeader, bytes: &[u8]) -> std::io::Result<()> {
-        let (before, mac) = KvFrame::seal_block(header, bytes.len(), &mut self.sealer);
-        self.stream.write_all(&before).await?;
-        self.stream.write_all(bytes).await?;
-        if let Some(mac) = mac {
-            self.stream.write_all(&mac).await?;
+    /// Sends the bytes of blocks at once from where they lie, each behind its header: as few writes as the system takes.
+    pub async fn blocks(&mut self, blocks: &[(BlockHeader, &[u8])]) -> std::io::Result<()> {
+        self.stream.flush().await?;
+        let seal = |&(header, bytes): &(BlockHeader, &[u8])| KvFrame::seal_block(header, bytes.len(), &mut self.sealer);
+        let sealed: Vec<_> = blocks.iter().map(seal).collect();
+        let mut slices: Vec<IoSlice<'_>> = Vec::with_capacity(3 * blocks.len());
+        for ((before, mac), (_, bytes)) in sealed.iter().zip(blocks) {
+            slices.extend([IoSlice::new(before), IoSlice::new(bytes)]);
+            slices.extend(mac.as_ref().map(|mac| IoSlice::new(mac)));
         }
-        self.stream.flush().await
+        let mut left = &mut slices[..];
+        while !left.is_empty() {
+            match self.stream.get_mut().write_vectored(left).await? {
+                0 => return Err(ErrorKind::WriteZero.into()),
+                written => IoSlice::advance_slices(&mut left, written),
+            }
+        }
+        Ok(())
     }
 
     /// Sends what lies in the buffer.

@@ -86,17 +86,27 @@ async fn blocks_come_with_their_bytes_beside_the_header() {
     assert_eq!(target.hello.role, Role::Source);
     let request = RequestName { gateway: GATEWAY, sequence: 1 };
     let open = KvFrame::Open { request, attempt: Tag(2), source: PLACE, target: PLACE, nonce: [5; 16] };
-    let (header, bytes) = (BlockHeader { index: 1, tokens: 16, checksum: 77 }, vec![9; 100_000]);
+    // Some fit into no buffer, and together they are more than one write takes.
+    let blocks: Vec<(BlockHeader, Vec<u8>)> = (0..700)
+        .map(|index| (BlockHeader { index, tokens: 16, checksum: 77 }, vec![index as u8; if index % 100 == 0 { 100_000 } else { 9 }]))
+        .collect();
     let sending = async {
         source.writer.kv(&open).await.unwrap();
-        source.writer.block(header, &bytes).await.unwrap();
+        let lent: Vec<(BlockHeader, &[u8])> = blocks.iter().map(|(header, bytes)| (*header, &bytes[..])).collect();
+        source.writer.blocks(&lent).await.unwrap();
+        source.writer.kv(&KvFrame::Prepared { entries: 1 }).await.unwrap();
     };
     let reading = async {
         let first = target.reader.read().await.unwrap();
         assert_eq!(KvFrame::decode(first.kind, &first.body).unwrap(), open);
-        let second = target.reader.read().await.unwrap();
-        assert_eq!(KvFrame::decode(second.kind, &second.body).unwrap(), KvFrame::Block(header));
-        assert_eq!(second.payload, bytes);
+        let mut place = vec![0; 100_000];
+        for (header, bytes) in &blocks {
+            let block = target.reader.read_to(|len| &mut place[..len]).await.unwrap();
+            assert_eq!(KvFrame::decode(block.kind, &block.body).unwrap(), KvFrame::Block(*header));
+            assert_eq!(block.payload, bytes);
+        }
+        let last = target.reader.read().await.unwrap();
+        assert_eq!(KvFrame::decode(last.kind, &last.body).unwrap(), KvFrame::Prepared { entries: 1 });
     };
     tokio::join!(sending, reading);
 }

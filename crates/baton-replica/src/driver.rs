@@ -21,7 +21,7 @@ use crate::{clock::Clock, kv_publisher::StepEvents, metrics::Metrics};
 mod moves;
 
 use moves::{Bench, Moves};
-pub(crate) use moves::{COPIED_BETWEEN_STEPS, Exported, HeldPrefix, MoveCommand, MoveEvent, Progress, Room, Slice};
+pub(crate) use moves::{Exported, HeldPrefix, MoveCommand, MoveEvent, Progress, Rest, Room, Slice, Storage, WINDOW, Written};
 
 /// One way into the engine thread.
 ///
@@ -265,7 +265,9 @@ impl Driver {
 
     fn run(&mut self) {
         while self.take_commands() {
-            if self.step() {
+            let computed = self.step();
+            self.moves.stepped(computed);
+            if computed {
                 continue;
             }
             if self.moves.has_deferred() {

@@ -172,21 +172,33 @@ fn a_run_moves_in_the_middle_of_its_prefill_with_the_kv_that_it_has() {
     assert!(driver.step() && driver.step());
     let slice = ask(driver, commands, |answer| MoveCommand::Read(id, 0..9, answer)).unwrap();
     assert_eq!((slice.blocks.len(), slice.progress.computed), (2, Tokens(40)), "the third block is not full");
-    obey(driver, commands, MoveCommand::Freeze(id));
+    let rest = ask(driver, commands, |answer| MoveCommand::Freeze(id, 2, answer)).unwrap();
     assert!(matches!(told.try_recv(), Ok(MoveEvent::Frozen { run, .. }) if run == id));
     assert!(!driver.step(), "nothing else runs");
-    let exported = ask(driver, commands, |answer| MoveCommand::Export(id, answer)).unwrap();
-    let last = ask(driver, commands, |answer| MoveCommand::Read(id, 2..3, answer)).unwrap();
+    let exported = rest.exported;
+    assert_eq!((rest.blocks.len(), exported.progress), (1, slice.progress));
+    let gone = ask(driver, commands, |answer| MoveCommand::Freeze(RequestId(77), 0, answer));
+    assert!(gone.is_none());
 
     let (driver, commands) = (&mut target.0, &target.1);
     let state = SequenceState { request: NewRequest { id: RequestId(5), ..exported.state.request.clone() }, ..exported.state };
-    let room = ask(driver, commands, |answer| MoveCommand::Prepare(Box::new(state.clone()), answer)).unwrap();
-    assert_eq!(room.held, Blocks(0));
-    let blocks = (0..).zip(slice.blocks.into_iter().chain(last.blocks)).collect();
-    assert_eq!(ask(driver, commands, |answer| MoveCommand::Write(room.id, blocks, answer)), Ok(()));
-    let beyond = vec![(512, vec![0])];
-    assert!(ask(driver, commands, |answer| MoveCommand::Write(room.id, beyond, answer)).is_err());
-    obey(driver, commands, MoveCommand::Join(room.id, Box::new(state)));
+    let (room, spares) = ask(driver, commands, |answer| MoveCommand::Prepare(Box::new(state.clone()), answer)).unwrap();
+    assert_eq!((room.held, room.blocks, spares.len()), (Blocks(0), Blocks(5), 5), "two beyond what it has");
+    let filled = spares.into_iter().zip(slice.blocks.iter().chain(&rest.blocks)).map(|(mut spare, block)| {
+        spare.bytes_mut().copy_from_slice(block.bytes());
+        spare
+    });
+    let blocks = (0..).zip(filled).collect();
+    // A neighbour computes, so that a block waits for the next boundary; whoever joins does not go without it.
+    let (sender, mut written) = oneshot::channel();
+    driver.moves.spend();
+    let Driver { parts, moves, now, .. } = driver;
+    let mut bench = Bench { engine: &mut parts.engine, executor: parts.executor.as_mut(), now: *now };
+    moves.obey(MoveCommand::Write(room.id, blocks, sender), &mut bench);
+    assert!(written.try_recv().is_err());
+    moves.obey(MoveCommand::Join(room.id, Box::new(state)), &mut bench);
+    let written = written.try_recv().unwrap().unwrap();
+    assert_eq!((written.spares.len(), written.room), (3, Blocks(5)), "memory for others comes back");
     let joined = driver.parts.engine.sequences().next().unwrap();
     assert_eq!((joined.phase, joined.computed), (Phase::Prefilling, Tokens(40)));
     run_until_idle(driver);
@@ -201,6 +213,21 @@ fn a_run_moves_in_the_middle_of_its_prefill_with_the_kv_that_it_has() {
 }
 
 #[test]
+fn what_cannot_be_written_leaves_nothing_prepared() {
+    let (mut driver, commands, _told) = moving_driver(1.0, TokenBudget::Fixed(Tokens(20)));
+    let state = SequenceState { computed: Tokens(40), ..run(1) };
+    let wrong = |spare: Storage| [vec![(0, Box::new(vec![0_u8]) as Storage)], vec![(512, spare)]];
+    for which in 0..2 {
+        let (room, mut spares) = ask(&mut driver, &commands, |answer| MoveCommand::Prepare(Box::new(state.clone()), answer)).unwrap();
+        let blocks = wrong(spares.pop().unwrap()).into_iter().nth(which).unwrap();
+        assert!(ask(&mut driver, &commands, |answer| MoveCommand::Write(room.id, blocks, answer)).is_err());
+        assert!(driver.parts.engine.prepared(room.id).is_none());
+        let status = driver.parts.engine.status();
+        assert_eq!(status.blocks_free, status.blocks_total);
+    }
+}
+
+#[test]
 fn what_is_complete_or_cannot_be_run_is_told() {
     let (mut driver, commands, mut told) = moving_driver(1.0, TokenBudget::Fixed(Tokens(20)));
     let complete = SequenceState { output: vec![1; 5], ..run(1) };
@@ -211,7 +238,7 @@ fn what_is_complete_or_cannot_be_run_is_told() {
     assert!(matches!(told.try_recv(), Ok(MoveEvent::Refused { run: RequestId(2), .. })));
     // Without the blocks that were prepared it computes again.
     let state = SequenceState { computed: Tokens(40), ..run(3) };
-    let room = ask(&mut driver, &commands, |answer| MoveCommand::Prepare(Box::new(state.clone()), answer)).unwrap();
+    let (room, _) = ask(&mut driver, &commands, |answer| MoveCommand::Prepare(Box::new(state.clone()), answer)).unwrap();
     obey(&mut driver, &commands, MoveCommand::Abandon(room.id));
     obey(&mut driver, &commands, MoveCommand::Join(room.id, Box::new(state)));
     run_until_idle(&mut driver);

@@ -29,7 +29,7 @@ use super::{
     lease_clock::LeaseClock,
     travel,
 };
-use crate::driver::{EngineHandle, MoveCommand, MoveEvent, Room};
+use crate::driver::{EngineHandle, MoveCommand, MoveEvent, Rest, Room};
 
 mod prefixes;
 
@@ -92,8 +92,13 @@ pub(super) struct PrefixEnd(pub(super) Result<PrefixCopied, String>);
 
 /// Of the copy of a request that leaves.
 pub(super) enum FromSource {
-    /// Little is left, and the request should stand still for it.
-    Ready,
+    /// Blocks went out. Told once a second at most.
+    Advanced,
+    /// Little is left from block `next` on, and the request should stand still for it; that is answered with what is left.
+    Ready {
+        next: u32,
+        rest: oneshot::Sender<Option<Rest>>,
+    },
     Prepared {
         entries: u32,
         sent: Sent,
@@ -115,6 +120,8 @@ pub(super) struct Sent {
 pub(super) enum FromTarget {
     /// Room was made. The answer is whether the seat takes it.
     Arrived { source: Place, room: Room, orders: mpsc::UnboundedSender<TargetOrder>, answer: oneshot::Sender<bool> },
+    /// Blocks came. Told once a second at most.
+    Advanced,
     /// All KV is here.
     State { entries: Vec<OutputEntry>, run: Box<RunRequest> },
     /// The connection is gone, or was let go of.
@@ -409,11 +416,12 @@ impl Actor {
         let Some(here) = self.requests.get_mut(&request) else { return };
         let Some(copy) = here.copy.as_mut().filter(|copy| copy.attempt == attempt) else { return };
         match news {
-            FromSource::Ready => {
+            FromSource::Advanced => self.feed(SeatsInput::CopyAdvanced { request }),
+            FromSource::Ready { next, rest } => {
                 copy.freezing = true;
                 if let Some(run) = &mut here.run {
                     run.held = true;
-                    let freeze = MoveCommand::Freeze(run.id);
+                    let freeze = MoveCommand::Freeze(run.id, next, rest);
                     self.order(freeze);
                 }
             }
@@ -484,6 +492,11 @@ impl Actor {
                     fault::reached(Point::TargetPreparing);
                 }
                 let _ = answer.send(taken);
+            }
+            FromTarget::Advanced => {
+                if self.arrival_of(request, attempt).is_some() {
+                    self.feed(SeatsInput::CopyAdvanced { request });
+                }
             }
             FromTarget::State { entries, run } => {
                 let (id, now) = (self.engine.next_id(), self.engine.now());

@@ -1,7 +1,13 @@
 //! Takes a running request's KV to the replica that it moves to, while it goes on computing.
 
-use std::{convert::Infallible, ops::Range, sync::Arc, time::Duration};
+use std::{
+    convert::Infallible,
+    ops::Range,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
+use baton_engine::KvBytes;
 use baton_link::{Connection, ConnectionError, FrameReader, FrameWriter, Identity};
 use baton_migration::{Place, RequestName, Tag};
 use baton_units::{BlockSize, Blocks, RequestId, Tokens};
@@ -16,12 +22,19 @@ use super::{
     actor::{FromSource, Input, Sent},
     travel,
 };
-use crate::driver::{EngineHandle, Exported, MoveCommand, Progress, Slice};
+use crate::driver::{EngineHandle, Exported, MoveCommand, Progress, Rest, Slice};
 
-/// So few blocks are left to the time when the request stands still (Llumnix, OSDI'24, section 4.2).
-const LAST_BLOCKS: Blocks = Blocks(16);
+/// So few full blocks are left to the time when the request stands still (Llumnix, OSDI'24, section 4.2), and so few bytes, since its client
+/// waits for them: below a millisecond of one core and of a fast link.
+const LAST_BLOCKS: u64 = 16;
+const LAST_BYTES: u64 = 1 << 20;
 /// A request that fills blocks as fast as they are copied is frozen after so many rounds.
 const ROUNDS_MAX: u32 = 3;
+/// Bytes and blocks that are checked, which leaves them in the processor's cache, and then written at once.
+const BATCH_BYTES: u64 = 1 << 20;
+const BATCH_BLOCKS: usize = 128;
+/// That the copy goes on is told as often.
+pub(super) const ADVANCE_TOLD: Duration = Duration::from_secs(1);
 /// A target that is not there, and has not introduced itself, within this is not waited for.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(5);
 
@@ -81,6 +94,8 @@ pub(super) struct Link {
     pub(super) credit: u64,
     /// Bytes of blocks that went out.
     pub(super) sent: u64,
+    /// When it was told last that some did.
+    told: Instant,
     _reader: JoinSet<()>,
 }
 
@@ -105,24 +120,26 @@ impl KvSource {
         let (mut next, mut rounds) = (Blocks(held), 0);
         while rounds < ROUNDS_MAX {
             let full = self.progress(preemptions).await?.computed.full_blocks(self.block_size());
-            if full <= next + LAST_BLOCKS {
+            if full <= next + self.last_blocks() {
                 break;
             }
             self.send(&mut link, next.0..full.0, preemptions).await?;
             next = full;
             rounds += 1;
         }
-        self.tell(FromSource::Ready).await;
-        let Frozen(entries) = frozen.await.map_err(|_| CopyError::Ended)?;
-        let mut exported = self.export().await?;
-        let exported_at = self.engine.now();
-        if exported.state.output != travel::token_ids(&entries) || exported.progress.preemptions != preemptions {
+        let (rest, left) = oneshot::channel();
+        self.tell(FromSource::Ready { next: next.0, rest }).await;
+        let Rest { mut exported, at, blocks } = left.await.ok().flatten().ok_or(CopyError::Ended)?;
+        if exported.progress.preemptions != preemptions {
             return Err(CopyError::Preempted);
         }
-        let all = exported.progress.computed.to_blocks(self.block_size());
-        self.send(&mut link, next.0..all.0, preemptions).await?;
+        self.send_blocks(&mut link, next.0, exported.progress.computed, &blocks).await?;
+        let Frozen(entries) = frozen.await.map_err(|_| CopyError::Ended)?;
+        if exported.state.output != travel::token_ids(&entries) {
+            return Err(CopyError::Preempted);
+        }
         // Its spans end where it goes out, which is not before the last blocks have.
-        exported.state.history = exported.state.history.aged(self.engine.now().since(exported_at));
+        exported.state.history = exported.state.history.aged(self.engine.now().since(at));
         link.writer.kv(&KvFrame::State { entries, plan: self.plan(&exported) }).await?;
         let entries = loop {
             let frame = link.receive().await?;
@@ -147,9 +164,8 @@ impl KvSource {
         }
     }
 
-    /// Sends blocks of the request, which are full or stand still. While some go out the engine copies the next ones.
+    /// Sends full blocks of the request. While some go out the engine is asked for the next ones.
     async fn send(&self, link: &mut Link, blocks: Range<u32>, preemptions: u32) -> Result<(), CopyError> {
-        let size = self.block_size();
         let mut next = blocks.start;
         let read = |from| if from < blocks.end { self.read(from..blocks.end).map(Some) } else { Ok(None) };
         let mut copied = read(next)?;
@@ -158,18 +174,28 @@ impl KvSource {
             if slice.progress.preemptions != preemptions || slice.blocks.is_empty() {
                 return Err(CopyError::Preempted);
             }
-            copied = read(next + slice.blocks.len() as u32)?;
-            for bytes in slice.blocks {
-                let before = Blocks(next).to_tokens(size);
-                let tokens = (slice.progress.computed - before).min(Tokens(size.get())).0;
-                link.send(next, tokens, &bytes).await?;
-                next += 1;
+            let first = next;
+            next += slice.blocks.len() as u32;
+            copied = read(next)?;
+            self.send_blocks(link, first, slice.progress.computed, &slice.blocks).await?;
+        }
+        Ok(())
+    }
+
+    /// Sends these, from number `first` on, of a request whose first `computed` tokens have KV.
+    async fn send_blocks(&self, link: &mut Link, first: u32, computed: Tokens, blocks: &[Arc<dyn KvBytes>]) -> Result<(), CopyError> {
+        let mut gone = 0;
+        while gone < blocks.len() {
+            gone += link.send(first + gone as u32, computed, self.block_size(), &blocks[gone..]).await?;
+            if link.told.elapsed() >= ADVANCE_TOLD {
+                link.told = Instant::now();
+                self.tell(FromSource::Advanced).await;
             }
         }
         Ok(())
     }
 
-    /// The engine copies what it may of these between two steps.
+    /// The engine hands out what it may of these between two steps.
     fn read(&self, blocks: Range<u32>) -> Result<oneshot::Receiver<Option<Slice>>, CopyError> {
         let (sender, answer) = oneshot::channel();
         self.order(MoveCommand::Read(self.run, blocks, sender))?;
@@ -195,6 +221,11 @@ impl KvSource {
         let _ = self.inputs.send(Input::Source { request: self.request, attempt: self.attempt, news }).await;
     }
 
+    fn last_blocks(&self) -> Blocks {
+        let block_bytes = self.identity.hello.kv_layout.as_ref().map_or(0, |layout| layout.block_bytes);
+        Blocks(LAST_BYTES.checked_div(block_bytes).unwrap_or(0).min(LAST_BLOCKS) as u32)
+    }
+
     fn block_size(&self) -> BlockSize {
         travel::block_size(&self.identity.hello)
     }
@@ -211,15 +242,35 @@ impl Link {
         let (sender, frames) = mpsc::channel(16);
         let mut tasks = JoinSet::new();
         tasks.spawn(read(reader, sender));
-        Ok(Self { writer, frames, credit: 0, sent: 0, _reader: tasks })
+        Ok(Self { writer, frames, credit: 0, sent: 0, told: Instant::now(), _reader: tasks })
     }
 
-    /// Sends a block with KV of so many tokens, when the target takes it.
-    pub(super) async fn send(&mut self, index: u32, tokens: u32, bytes: &[u8]) -> Result<(), CopyError> {
-        self.wait_for_credit(bytes.len() as u64).await?;
-        self.writer.block(BlockHeader { index, tokens, checksum: xxh3_64(bytes) }, bytes).await?;
-        self.sent += bytes.len() as u64;
-        Ok(())
+    /// Sends the first of these in one write, when the target takes them: blocks from number `first` on, of which the first `computed` tokens
+    /// of all have KV. Gives back how many went.
+    pub(super) async fn send(
+        &mut self,
+        first: u32,
+        computed: Tokens,
+        size: BlockSize,
+        blocks: &[Arc<dyn KvBytes>],
+    ) -> Result<usize, CopyError> {
+        let Some(next) = blocks.first() else { return Ok(0) };
+        self.wait_for_credit(next.bytes().len() as u64).await?;
+        let (mut batch, mut taken) = (Vec::new(), 0);
+        for (index, block) in (first..).zip(blocks).take(BATCH_BLOCKS) {
+            let (bytes, before) = (block.bytes(), Blocks(index).to_tokens(size));
+            let with = taken + bytes.len() as u64;
+            if !batch.is_empty() && with > BATCH_BYTES.min(self.credit) {
+                break;
+            }
+            let tokens = (computed - before).min(Tokens(size.get())).0;
+            batch.push((BlockHeader { index, tokens, checksum: xxh3_64(bytes) }, bytes));
+            taken = with;
+        }
+        self.writer.blocks(&batch).await?;
+        self.credit -= taken;
+        self.sent += taken;
+        Ok(batch.len())
     }
 
     pub(super) async fn receive(&mut self) -> Result<KvFrame, CopyError> {
@@ -240,7 +291,6 @@ impl Link {
             let KvFrame::Credit { bytes } = frame else { return Err(CopyError::unexpected(frame)) };
             self.credit = self.credit.saturating_add(bytes);
         }
-        self.credit -= bytes;
         Ok(())
     }
 }

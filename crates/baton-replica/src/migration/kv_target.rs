@@ -2,8 +2,8 @@
 
 use std::{
     collections::{BTreeMap, VecDeque},
-    sync::Arc,
-    time::Duration,
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
 };
 
 use baton_engine::{MoveRefusal, SequenceState};
@@ -24,17 +24,16 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::{
     actor::{FromTarget, Input},
     fault::{self, Point},
+    kv_source::ADVANCE_TOLD,
     prefix_target::PrefixTarget,
     travel,
 };
-use crate::driver::{COPIED_BETWEEN_STEPS, EngineHandle, MoveCommand, Room};
+use crate::driver::{EngineHandle, MoveCommand, Room, Storage, WINDOW, Written};
 
 /// Sources, and strangers that have not introduced themselves; more wait.
 const CONNECTIONS_MAX: usize = 16;
 /// A source that says nothing of what it brings for so long is not waited for.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Bytes of blocks that are taken before they are written, at most: enough that the next ones travel while a step is computed.
-const WINDOW: u64 = 4 * COPIED_BETWEEN_STEPS as u64;
 
 /// What the seat wants to be sent. When nothing more can come, the connection ends.
 pub(super) enum TargetOrder {
@@ -140,7 +139,7 @@ async fn read_opening(reader: &mut FrameReader) -> Result<(Opening, Brings), Tak
     Ok((Opening { request, attempt, source, target, nonce }, brings))
 }
 
-pub(super) fn decode(raw: &Raw) -> Result<KvFrame, TakeError> {
+pub(super) fn decode<P>(raw: &Raw<P>) -> Result<KvFrame, TakeError> {
     KvFrame::decode(raw.kind, &raw.body).map_err(|error| ConnectionError::Frame(error).into())
 }
 
@@ -173,15 +172,35 @@ struct KvTarget<'a> {
     writer: FrameWriter,
 }
 
+/// Blocks that the engine was given, and how many bytes they are.
+pub(super) type Writing = (oneshot::Receiver<Result<Written, MoveRefusal>>, u64);
+
+/// What comes from the source, the checksums of blocks looked at.
+pub(super) enum Came {
+    Block { index: u32, tokens: u32, bytes: Storage },
+    Other(KvFrame),
+}
+
+/// Where blocks are read to: memory that becomes the engine's.
+#[derive(Clone)]
+pub(super) struct Landing {
+    block_bytes: usize,
+    /// As many at most as the engine gave, and takes at a time.
+    spares: Arc<Mutex<Vec<Storage>>>,
+}
+
+/// The place of one frame's block, if it has one.
+pub(super) struct Spot(Option<Storage>);
+
 /// What has come of the blocks.
 pub(super) struct Arrival {
     room: Room,
     /// Tokens of each block that came.
     pub(super) tokens: BTreeMap<u32, u32>,
-    pending: VecDeque<(u32, Vec<u8>)>,
-    /// Bytes that may come, that wait, and that are written now.
-    pub(super) credit: u64,
-    pub(super) writing: Option<(oneshot::Receiver<Result<(), MoveRefusal>>, u64)>,
+    pending: Vec<(u32, Storage)>,
+    /// Bytes that may come, and those that the engine takes now.
+    credit: u64,
+    pub(super) writing: VecDeque<Writing>,
     /// All blocks came before it.
     state: Option<(Vec<OutputEntry>, RunRequest)>,
 }
@@ -192,7 +211,8 @@ impl KvTarget<'_> {
         let state = self.planned(&plan)?;
         let (sender, answer) = oneshot::channel();
         self.order(MoveCommand::Prepare(Box::new(state), sender))?;
-        let room = answer.await.map_err(|_| TakeError::Gone)?.map_err(|why| TakeError::Refused(refusal(&why)))?;
+        let prepared = answer.await.map_err(|_| TakeError::Gone)?;
+        let (room, spares) = prepared.map_err(|why| TakeError::Refused(refusal(&why)))?;
         let (orders, received) = mpsc::unbounded_channel();
         let (sender, answer) = oneshot::channel();
         self.tell(FromTarget::Arrived { source: self.opening.source, room, orders, answer: sender }).await;
@@ -200,7 +220,7 @@ impl KvTarget<'_> {
             let _ = self.engine.move_sequence(MoveCommand::Abandon(room.id));
             return Err(TakeError::Refused(Refusal::NotExpected));
         }
-        let taken = self.take_blocks(reader, room, received).await;
+        let taken = self.take_blocks(reader, room, spares, received).await;
         // If it was let go of here this says nothing new.
         self.tell(FromTarget::Lost).await;
         taken
@@ -210,17 +230,21 @@ impl KvTarget<'_> {
         &mut self,
         reader: FrameReader,
         room: Room,
+        spares: Vec<Storage>,
         mut orders: mpsc::UnboundedReceiver<TargetOrder>,
     ) -> Result<(), TakeError> {
         let block_bytes = block_bytes(self.identity);
         let mut arrival = Arrival::new(room, block_bytes);
+        let landing = Landing::new(block_bytes, spares);
         self.writer.kv(&arrival.have()).await?;
         let (sender, mut frames) = mpsc::channel(16);
         let mut tasks = JoinSet::new();
-        tasks.spawn(read(reader, sender));
+        tasks.spawn(read(reader, landing.clone(), sender));
+        let mut told = Instant::now();
         loop {
             arrival.write(&self.engine)?;
-            if arrival.writing.is_none()
+            // What the engine was given, it takes before the request joins; what finds no room must be known before the gateway is asked.
+            if (arrival.writing.is_empty() || arrival.has_room())
                 && let Some((entries, run)) = arrival.state.take()
             {
                 arrival.check(&run, self.identity)?;
@@ -229,12 +253,19 @@ impl KvTarget<'_> {
             tokio::select! {
                 frame = frames.recv() => {
                     let ended = || ConnectionError::Io(std::io::ErrorKind::UnexpectedEof.into());
-                    arrival.heard(frame.ok_or_else(ended)??, block_bytes)?;
+                    arrival.heard(frame.ok_or_else(ended)??)?;
+                    while let Ok(frame) = frames.try_recv() {
+                        arrival.heard(frame?)?;
+                    }
+                    if told.elapsed() >= ADVANCE_TOLD {
+                        told = Instant::now();
+                        self.tell(FromTarget::Advanced).await;
+                    }
                 }
                 written = written(&mut arrival.writing) => {
-                    let bytes = written.map_err(TakeError::Refused)?;
-                    arrival.credit += bytes;
-                    self.writer.kv(&KvFrame::Credit { bytes }).await?;
+                    let (Written { spares, room }, bytes) = written.map_err(TakeError::Refused)?;
+                    landing.give_back(spares);
+                    self.writer.kv(&arrival.taken(room, bytes)).await?;
                 }
                 order = orders.recv() => match order {
                     Some(TargetOrder::Prepared { entries }) => {
@@ -269,7 +300,7 @@ impl KvTarget<'_> {
 impl Arrival {
     pub(super) fn new(room: Room, block_bytes: u64) -> Self {
         let credit = WINDOW.max(2 * block_bytes);
-        Self { room, tokens: BTreeMap::new(), pending: VecDeque::new(), credit, writing: None, state: None }
+        Self { room, tokens: BTreeMap::new(), pending: Vec::new(), credit, writing: VecDeque::new(), state: None }
     }
 
     /// What need not come, and how many bytes may.
@@ -277,29 +308,31 @@ impl Arrival {
         KvFrame::Have { blocks: HeldBlocks { held: self.room.held.0 }, credit: self.credit }
     }
 
-    /// Gives the engine what came, a piece at a time.
+    /// Gives the engine what came since it took something last, and the last blocks at once.
     pub(super) fn write(&mut self, engine: &EngineHandle) -> Result<(), TakeError> {
-        if self.writing.is_some() || self.pending.is_empty() {
+        if self.pending.is_empty() || !(self.writing.is_empty() || self.state.is_some()) {
             return Ok(());
         }
-        let (mut blocks, mut bytes) = (Vec::new(), 0);
-        while bytes < COPIED_BETWEEN_STEPS
-            && let Some((index, block)) = self.pending.pop_front()
-        {
-            bytes += block.len();
-            blocks.push((index, block));
-        }
+        let blocks = std::mem::take(&mut self.pending);
+        let bytes = blocks.iter().map(|(_, block)| block.bytes().len() as u64).sum();
         let (sender, answer) = oneshot::channel();
         engine.move_sequence(MoveCommand::Write(self.room.id, blocks, sender)).map_err(|_| TakeError::Gone)?;
-        self.writing = Some((answer, bytes as u64));
+        self.writing.push_back((answer, bytes));
         Ok(())
     }
 
-    fn heard(&mut self, raw: Raw, block_bytes: u64) -> Result<(), TakeError> {
-        let frame = decode(&raw)?;
-        if let KvFrame::Block(header) = frame {
-            return self.block(header, raw.payload, block_bytes);
-        }
+    /// The engine has taken blocks of so many bytes, so that as many may come.
+    pub(super) fn taken(&mut self, room: Blocks, bytes: u64) -> KvFrame {
+        self.room.blocks = room;
+        self.credit += bytes;
+        KvFrame::Credit { bytes }
+    }
+
+    fn heard(&mut self, came: Came) -> Result<(), TakeError> {
+        let frame = match came {
+            Came::Block { index, tokens, bytes } => return self.block(index, tokens, bytes),
+            Came::Other(frame) => frame,
+        };
         if let KvFrame::Abort { why } = &frame {
             return Err(TakeError::Aborted(why.clone()));
         }
@@ -314,18 +347,20 @@ impl Arrival {
         Ok(())
     }
 
-    pub(super) fn block(&mut self, header: BlockHeader, bytes: Vec<u8>, block_bytes: u64) -> Result<(), TakeError> {
-        let BlockHeader { index, tokens, checksum } = header;
-        if bytes.len() as u64 != block_bytes {
-            return Err(TakeError::Protocol(format!("block {index} has {} bytes, a block here {block_bytes}", bytes.len())));
+    pub(super) fn block(&mut self, index: u32, tokens: u32, bytes: Storage) -> Result<(), TakeError> {
+        let left = self.credit.checked_sub(bytes.bytes().len() as u64);
+        self.credit = left.ok_or_else(|| TakeError::Protocol("more came than was asked for".to_owned()))?;
+        if index < self.room.held.0 {
+            return Err(TakeError::Protocol(format!("block {index} came, which is held")));
         }
-        if xxh3_64(&bytes) != checksum {
-            return Err(TakeError::Protocol(format!("block {index} was altered on its way")));
-        }
-        self.credit = self.credit.checked_sub(block_bytes).ok_or_else(|| TakeError::Protocol("more came than was asked for".to_owned()))?;
         self.tokens.insert(index, tokens);
-        self.pending.push_back((index, bytes));
+        self.pending.push((index, bytes));
         Ok(())
+    }
+
+    /// Whether none of what came needs more room than there is.
+    fn has_room(&self) -> bool {
+        self.tokens.last_key_value().is_none_or(|(&last, _)| last < self.room.blocks.0)
     }
 
     /// Whether all KV that the state counts on is here.
@@ -341,13 +376,13 @@ impl Arrival {
     }
 }
 
-/// Bytes that were written; never, where nothing is being written.
-pub(super) async fn written(writing: &mut Option<(oneshot::Receiver<Result<(), MoveRefusal>>, u64)>) -> Result<u64, Refusal> {
-    let Some((answer, bytes)) = writing else { return std::future::pending().await };
+/// What the engine has taken first, and how many bytes; never, where it takes none.
+pub(super) async fn written(writing: &mut VecDeque<Writing>) -> Result<(Written, u64), Refusal> {
+    let Some((answer, bytes)) = writing.front_mut() else { return std::future::pending().await };
     let (answer, bytes) = (answer.await, *bytes);
-    *writing = None;
+    writing.pop_front();
     match answer {
-        Ok(Ok(())) => Ok(bytes),
+        Ok(Ok(written)) => Ok((written, bytes)),
         Ok(Err(why)) => Err(refusal(&why)),
         Err(_) => Err(Refusal::Other("the engine is gone".to_owned())),
     }
@@ -360,12 +395,54 @@ pub(super) fn refusal(why: &MoveRefusal) -> Refusal {
     Refusal::Other(why.to_string())
 }
 
-pub(super) async fn read(mut reader: FrameReader, frames: mpsc::Sender<Result<Raw, ConnectionError>>) {
+/// Reads what comes, and looks at the checksum of each block while its bytes are in the processor's cache.
+pub(super) async fn read(mut reader: FrameReader, landing: Landing, frames: mpsc::Sender<Result<Came, TakeError>>) {
     loop {
-        let raw = reader.read().await;
-        let ended = raw.is_err();
-        if frames.send(raw).await.is_err() || ended {
+        let came = match reader.read_to(|bytes| landing.spot(bytes)).await {
+            Ok(raw) => landing.check(raw),
+            Err(error) => Err(error.into()),
+        };
+        let ended = came.is_err();
+        if frames.send(came).await.is_err() || ended {
             return;
         }
+    }
+}
+
+impl Landing {
+    pub(super) fn new(block_bytes: u64, spares: Vec<Storage>) -> Self {
+        Self { block_bytes: block_bytes as usize, spares: Arc::new(Mutex::new(spares)) }
+    }
+
+    fn spot(&self, bytes: usize) -> Spot {
+        if bytes == 0 {
+            return Spot(None);
+        }
+        let spare = if bytes == self.block_bytes { self.spares.lock().expect("no holder panics").pop() } else { None };
+        Spot(Some(spare.unwrap_or_else(|| Box::new(vec![0; bytes]))))
+    }
+
+    pub(super) fn give_back(&self, spares: Vec<Storage>) {
+        self.spares.lock().expect("no holder panics").extend(spares);
+    }
+
+    fn check(&self, raw: Raw<Spot>) -> Result<Came, TakeError> {
+        let frame = decode(&raw)?;
+        let KvFrame::Block(BlockHeader { index, tokens, checksum }) = frame else { return Ok(Came::Other(frame)) };
+        let bytes = raw.payload.0.unwrap_or_else(|| Box::new(Vec::new()));
+        let (len, wanted) = (bytes.bytes().len(), self.block_bytes);
+        if len != wanted {
+            return Err(TakeError::Protocol(format!("block {index} has {len} bytes, a block here {wanted}")));
+        }
+        if xxh3_64(bytes.bytes()) != checksum {
+            return Err(TakeError::Protocol(format!("block {index} was altered on its way")));
+        }
+        Ok(Came::Block { index, tokens, bytes })
+    }
+}
+
+impl AsMut<[u8]> for Spot {
+    fn as_mut(&mut self) -> &mut [u8] {
+        self.0.as_mut().map_or(&mut [], |storage| storage.bytes_mut())
     }
 }

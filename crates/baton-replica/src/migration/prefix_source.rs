@@ -80,7 +80,7 @@ impl PrefixSource {
         Ok(answer.await.map_err(|_| BringError::Gone)??)
     }
 
-    async fn bring(&mut self, HeldPrefix { room, mut keys }: HeldPrefix) -> Result<PrefixCopied, BringError> {
+    async fn bring(&mut self, HeldPrefix { room, mut keys, .. }: HeldPrefix) -> Result<PrefixCopied, BringError> {
         let (size, blocks) = (travel::block_size(&self.identity.hello), room.held);
         if blocks == Blocks::ZERO {
             return Err(BringError::NotCached);
@@ -101,9 +101,11 @@ impl PrefixSource {
             let (sender, answer) = oneshot::channel();
             self.order(MoveCommand::ReadPrefix(room.id, next..blocks.0, sender))?;
             let read = answer.await.ok().flatten().filter(|read| !read.is_empty()).ok_or(BringError::Gone)?;
-            for bytes in read {
-                link.send(next, size.get(), &bytes).await?;
-                next += 1;
+            let end = next + read.len() as u32;
+            while next < end {
+                // Those of a prefix are full.
+                let left = &read[read.len() - (end - next) as usize..];
+                next += link.send(next, blocks.to_tokens(size), size, left).await? as u32;
                 fault::reached(Point::PrefixCopying);
             }
         }

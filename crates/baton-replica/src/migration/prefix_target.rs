@@ -13,10 +13,10 @@ use tokio::{
 
 use super::{
     actor::{Input, PrefixEnd},
-    kv_target::{Arrival, Opening, TakeError, block_bytes, decode, read, refusal, refuse, written},
+    kv_target::{Arrival, Came, Landing, Opening, TakeError, block_bytes, read, refusal, refuse, written},
     travel,
 };
-use crate::driver::{EngineHandle, HeldPrefix, MoveCommand};
+use crate::driver::{EngineHandle, HeldPrefix, MoveCommand, Written};
 
 /// One prefix that comes.
 pub(super) struct PrefixTarget<'a> {
@@ -63,11 +63,11 @@ impl PrefixTarget<'_> {
         plan: &KvPlan,
         stopped: oneshot::Receiver<Infallible>,
     ) -> Result<PrefixCopied, TakeError> {
-        let held = self.hold(plan).await?;
+        let mut held = self.hold(plan).await?;
         let id = held.room.id;
         // Nothing lies between here and the end of what is held that could be dropped.
         let taken = tokio::select! {
-            taken = self.take_blocks(reader, plan.blocks, &held) => taken,
+            taken = self.take_blocks(reader, plan.blocks, &mut held) => taken,
             _ = stopped => Err(TakeError::Aborted("it is not wanted any more".to_owned())),
         };
         // What was installed is not held any more.
@@ -92,27 +92,31 @@ impl PrefixTarget<'_> {
         Ok(Prefix { tokens: plan.tokens.clone(), ..travel::prefix_of(&run) })
     }
 
-    async fn take_blocks(&mut self, reader: FrameReader, blocks: u32, held: &HeldPrefix) -> Result<PrefixCopied, TakeError> {
+    async fn take_blocks(&mut self, reader: FrameReader, blocks: u32, held: &mut HeldPrefix) -> Result<PrefixCopied, TakeError> {
         let block_bytes = block_bytes(self.identity);
         let mut arrival = Arrival::new(held.room, block_bytes);
+        let landing = Landing::new(block_bytes, std::mem::take(&mut held.spares));
         self.writer.kv(&arrival.have()).await?;
         let (sender, mut frames) = mpsc::channel(16);
         let mut tasks = JoinSet::new();
-        tasks.spawn(read(reader, sender));
+        tasks.spawn(read(reader, landing.clone(), sender));
         let (mut all_sent, mut bytes_taken) = (false, 0);
         loop {
             arrival.write(&self.engine)?;
-            if all_sent && arrival.writing.is_none() {
+            if all_sent && arrival.writing.is_empty() {
                 break;
             }
             tokio::select! {
                 frame = frames.recv(), if !all_sent => {
                     let ended = || ConnectionError::Io(std::io::ErrorKind::UnexpectedEof.into());
-                    let raw = frame.ok_or_else(ended)??;
-                    let frame = decode(&raw)?;
-                    if let KvFrame::Block(header) = frame {
-                        arrival.block(header, raw.payload, block_bytes)?;
-                    } else if let KvFrame::Abort { why } = frame {
+                    let frame = match frame.ok_or_else(ended)?? {
+                        Came::Block { index, tokens, bytes } => {
+                            arrival.block(index, tokens, bytes)?;
+                            continue;
+                        }
+                        Came::Other(frame) => frame,
+                    };
+                    if let KvFrame::Abort { why } = frame {
                         return Err(TakeError::Aborted(why));
                     } else if matches!(frame, KvFrame::PrefixSent) {
                         all_sent = true;
@@ -121,10 +125,10 @@ impl PrefixTarget<'_> {
                     }
                 }
                 written = written(&mut arrival.writing) => {
-                    let bytes = written.map_err(TakeError::Refused)?;
-                    arrival.credit += bytes;
+                    let (Written { spares, room }, bytes) = written.map_err(TakeError::Refused)?;
+                    landing.give_back(spares);
                     bytes_taken += bytes;
-                    self.writer.kv(&KvFrame::Credit { bytes }).await?;
+                    self.writer.kv(&arrival.taken(room, bytes)).await?;
                 }
             }
         }
