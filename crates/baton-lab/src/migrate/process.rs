@@ -18,6 +18,8 @@ const KV_MEMORY: &str = "1GiB";
 
 /// An emulated engine is not bound to its model's context: the longest one here, and an output.
 const EMULATED_CONTEXT: &str = "12288";
+/// The same room for an emulated model with 128 KB of KV a token, of which 8 bytes are taken.
+const EMULATED_KV_MEMORY: &str = "4GiB";
 
 /// `baton replica` on ports that it picks, ended when dropped.
 pub(super) struct Replica {
@@ -29,9 +31,11 @@ pub(super) struct Replica {
 impl Replica {
     pub(super) async fn start(program: &Path, engine: &str, id: &str) -> Result<Self> {
         let mut command = Command::new(program);
-        command.args(["replica", "--engine", engine, "--id", id, "--port", "0", "--migration-port", "0", "--kv-memory", KV_MEMORY]);
+        command.args(["replica", "--engine", engine, "--id", id, "--port", "0", "--migration-port", "0"]);
         if engine == "timed" {
-            command.args(["--max-model-len", EMULATED_CONTEXT]);
+            command.args(["--max-model-len", EMULATED_CONTEXT, "--kv-memory", EMULATED_KV_MEMORY]);
+        } else {
+            command.args(["--kv-memory", KV_MEMORY]);
         }
         command.stdin(Stdio::null()).stdout(Stdio::piped()).kill_on_drop(true);
         let mut child = command.spawn().with_context(|| format!("{} does not start", program.display()))?;
