@@ -189,9 +189,14 @@ pub(super) async fn honoured_once(suite: &Suite) -> Checked {
     let (message, why) = departure.answer().await?;
     demand!(matches!(message, ToGateway::Aborted { .. }), "ABORTED was due, and {message:?} came {why}");
     let Departure { gateway, stream, target, .. } = &mut departure;
-    for attempt in [2, 3] {
-        gateway.move_to(stream, Tag(attempt), target.place, &target.to()?).await?;
-    }
+    gateway.move_to(stream, Tag(2), target.place, &target.to()?).await?;
+    let (message, why) = departure.answer().await?;
+    demand!(
+        matches!(message, ToGateway::Aborted { attempt: Tag(2), .. }),
+        "ABORTED was due again for an attempt that ended, and {message:?} came {why}"
+    );
+    let Departure { gateway, stream, target, .. } = &mut departure;
+    gateway.move_to(stream, Tag(3), target.place, &target.to()?).await?;
     departure.comes_as(Tag(3)).await?;
     departure.coming.say(&KvFrame::Refuse(Refusal::Other("no more".to_owned()))).await?;
     departure.stays(suite, &spec).await.map(drop)
