@@ -52,7 +52,7 @@ async fn authorize(State(shared): State<Arc<Shared>>, request: Request, next: Ne
     let allowed = match &shared.fleet.front.admin_key {
         Some(key) => {
             let given = request.headers().get(header::AUTHORIZATION).and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
-            given.is_some_and(|given| equal_in_constant_time(given, key.as_bytes()))
+            given.is_some_and(|given| equal_in_constant_time(given, key.reveal().as_bytes()))
         }
         None if shared.is_loopback() => !is_from_elsewhere(request.headers()),
         None => return Refusal::NoSuchPath.into_response(),
@@ -212,7 +212,7 @@ async fn reset_engine(shared: &Shared, engine: &Engine) -> Result<(), String> {
     if engine.facts().health != Health::Ready {
         return Err("not ready".into());
     }
-    let reset = shared.fleet.upstream.fetch(Method::POST, engine.url().join(path), engine.config.key.as_deref(), RESET_TIMEOUT);
+    let reset = shared.fleet.upstream.fetch(Method::POST, engine.url().join(path), engine.config.key(), RESET_TIMEOUT);
     reset.await.map(|_| ()).map_err(|error| error.to_string())
 }
 

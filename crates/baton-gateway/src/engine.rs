@@ -205,7 +205,7 @@ impl Engine {
             speed: Speed::prior(default_step()),
         };
         let name = config.name.clone().unwrap_or_else(|| id.to_string());
-        let lines = Lines::new(Address::new(&config.url, config.key.as_deref()), idle_connections);
+        let lines = Lines::new(Address::new(&config.url, config.key()), idle_connections);
         Self {
             id,
             name,
@@ -262,7 +262,7 @@ impl Engine {
 
     /// It was started at another address, or again at the same.
     pub(crate) fn move_to(&self, url: BaseUrl) {
-        self.lines.move_to(Address::new(&url, self.config.key.as_deref()));
+        self.lines.move_to(Address::new(&url, self.config.key()));
         self.facts().url = url;
     }
 

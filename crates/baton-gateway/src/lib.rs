@@ -40,7 +40,10 @@ mod turns;
 mod upstream;
 mod words;
 
-pub use config::{ConfigError, EngineConfig, EngineKind, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig};
+pub use config::{
+    ClassConfig, ConfigError, EngineConfig, EngineKind, Fault, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig, Secret, reference,
+    skeleton,
+};
 pub use engine::{BaseUrl, UrlError};
 pub use gateway::{Gateway, GatewayError, serve};
 pub use reserved::{RESERVED, Reserved, Rule};

@@ -119,7 +119,7 @@ fn lacks_path(status: StatusCode) -> bool {
 async fn send(shared: &Shared, engine: &Engine, head: &Parts, body: &Bytes) -> Result<Option<Response>, Refusal> {
     let path = head.uri.path_and_query().map_or("/", http::uri::PathAndQuery::as_str);
     let method: Method = head.method.clone();
-    let request = upstream::request(method, engine.url().join(path), engine.config.key.as_deref()).body(Full::new(body.clone()));
+    let request = upstream::request(method, engine.url().join(path), engine.config.key()).body(Full::new(body.clone()));
     let Ok(mut request) = request else { return Ok(None) };
     copy_headers(&head.headers, request.headers_mut(), &TO_ENGINE);
     let limit = shared.fleet.front.request_timeout;

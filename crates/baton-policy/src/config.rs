@@ -1,6 +1,7 @@
 use std::time::Duration;
 
 use baton_units::{Bytes, DurationMs, Priority};
+use documented::{Documented, DocumentedFields};
 use serde::{Deserialize, Serialize};
 
 use crate::PolicyName;
@@ -92,7 +93,7 @@ impl RouterConfig {
 
 /// Weights of what `price` charges for others, beside the request's own wait and prefill: all in ms of one token's lateness, so 1 each.
 /// Zero switches a term off.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, Documented, DocumentedFields)]
 #[serde(default, deny_unknown_fields)]
 pub struct PriceWeights {
     /// Delay imposed on requests yet to come.

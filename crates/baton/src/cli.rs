@@ -20,6 +20,8 @@ pub(crate) enum Command {
     Up(crate::up::UpArgs),
     /// Run a gateway in front of engines that run already
     Serve(crate::serve::ServeArgs),
+    /// Check a gateway's configuration file, and name the line of each mistake
+    CheckConfig(crate::serve::CheckArgs),
     /// Run one replica
     Replica(crate::replica::ReplicaArgs),
     /// Print what prefill, decode, KV and migration cost

@@ -38,6 +38,7 @@ fn main() -> ExitCode {
     let done = match cli.command {
         Command::Up(args) => up::run(&args),
         Command::Serve(args) => serve::run(&args),
+        Command::CheckConfig(args) => serve::check(&args),
         Command::Replica(args) => replica::run(&args),
         Command::Price(args) => price::run(&args, &mut io::stdout().lock()),
         Command::Bench(args) => bench::run(&args),

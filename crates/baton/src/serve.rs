@@ -1,16 +1,17 @@
-//! `baton serve`: a gateway in front of engines that run already.
+//! `baton serve`: a gateway in front of engines that run already, and `baton check-config`.
 
-use std::{fs, path::PathBuf, sync::Arc};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use anyhow::Result;
-use baton_gateway::GatewayConfig;
+use baton_gateway::{ConfigError, GatewayConfig};
 use clap::Args;
 use tokio::net::TcpListener;
 
 use crate::{cli::BadInput, host, replica::read_tokenizer};
-
-/// What `--print-config` prints: every option with its default.
-const SKELETON: &str = include_str!("serve/config.toml");
 
 #[derive(Debug, Args)]
 pub(crate) struct ServeArgs {
@@ -26,20 +27,51 @@ pub(crate) struct ServeArgs {
     print_config: bool,
 }
 
+#[derive(Debug, Args)]
+pub(crate) struct CheckArgs {
+    /// Configuration file
+    #[arg(value_name = "FILE", required_unless_present = "reference")]
+    config: Option<PathBuf>,
+    /// Print the page that documents every option
+    #[arg(long)]
+    reference: bool,
+}
+
 pub(crate) fn run(args: &ServeArgs) -> Result<()> {
     let Some(path) = args.config.as_ref().filter(|_| !args.print_config) else {
-        print_skeleton();
+        print(&baton_gateway::skeleton());
         return Ok(());
     };
-    let text = fs::read_to_string(path)
-        .map_err(|error| BadInput(format!("cannot read {}: {error}; `baton serve --print-config` shows what it holds", path.display())))?;
-    let config = GatewayConfig::from_toml(&text).map_err(|error| BadInput(format!("{}: {error}", path.display())))?;
+    let config = GatewayConfig::from_toml(&read(path)?).map_err(|error| BadInput(format!("{}: {error}", path.display())))?;
     serve(config, args.tokenizer.as_deref())
 }
 
+/// Tells every mistake, one a line.
+pub(crate) fn check(args: &CheckArgs) -> Result<()> {
+    let Some(path) = args.config.as_ref().filter(|_| !args.reference) else {
+        print(&baton_gateway::reference());
+        return Ok(());
+    };
+    let name = path.display();
+    match GatewayConfig::from_toml(&read(path)?) {
+        Ok(config) => print(&format!("{name}: {} engines, policy {}\n", config.engines.len(), config.policy.name)),
+        Err(ConfigError::Faults(faults)) => {
+            let told: Vec<String> = faults.iter().map(|fault| format!("{name}: {fault}")).collect();
+            return Err(BadInput(told.join("\nbaton: ")).into());
+        }
+        Err(error @ ConfigError::FleetKey(_)) => return Err(BadInput(format!("{name}: {error}")).into()),
+    }
+    Ok(())
+}
+
+fn read(path: &Path) -> Result<String, BadInput> {
+    let hint = "`baton serve --print-config` shows what it holds";
+    fs::read_to_string(path).map_err(|error| BadInput(format!("cannot read {}: {error}; {hint}", path.display())))
+}
+
 #[allow(clippy::print_stdout, reason = "the text is what was asked for")]
-fn print_skeleton() {
-    print!("{SKELETON}");
+fn print(text: &str) {
+    print!("{text}");
 }
 
 #[tokio::main]
@@ -55,19 +87,4 @@ async fn serve(config: GatewayConfig, tokenizer: Option<&str>) -> Result<()> {
 fn announce(listener: &TcpListener) -> Result<()> {
     println!("listening on http://{}", listener.local_addr()?);
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_published_configuration_is_valid_and_has_the_defaults() {
-        let config = GatewayConfig::from_toml(SKELETON).unwrap();
-        assert_eq!(config.engines.len(), 1);
-        let default = GatewayConfig::default();
-        assert_eq!(format!("{:?}", config.gateway), format!("{:?}", default.gateway));
-        assert_eq!(format!("{:?}", config.policy), format!("{:?}", default.policy));
-        assert_eq!(config.moves, default.moves);
-    }
 }

@@ -37,11 +37,33 @@ fn mistakes_are_told_in_one_line_with_exit_code_2() {
     check_bad_input(&["replica", "--port", "0", "--engine", "timed", "--tbt-target", "0s"], "--tbt-target");
     check_bad_input(&["serve"], "--config");
     check_bad_input(&["serve", "--config", "/no/such.toml"], "--print-config");
+    check_bad_input(&["check-config", "/no/such.toml"], "--print-config");
+    check_bad_input(&["check-config"], "FILE");
     check_bad_input(&["bench", "--url", "https://example.org"], "http://");
     check_bad_input(&["bench", "--workload", "agent", "--requests", "3"], "--tasks");
     check_bad_input(&["bench", "--workload", "shared", "--tasks", "3"], "--requests");
     check_bad_input(&["bench", "--tasks", "0"], "--tasks");
     check_bad_input(&["model", "pull", "--model", "nope"], "smollm2-135m-instruct");
+}
+
+#[test]
+fn every_mistake_of_a_configuration_is_named() {
+    let path = std::env::temp_dir().join(format!("baton-check-{}.toml", std::process::id()));
+    let check = |text: &str| {
+        std::fs::write(&path, text).unwrap();
+        let output = run(&["check-config", path.to_str().unwrap()]);
+        (output.status.code(), String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
+    };
+    let name = path.display().to_string();
+    let (code, _, stderr) = check("[gateway]\nattemps = 3\n\n[polcy]\nseed = 1\n");
+    let told: Vec<&str> = stderr.lines().collect();
+    assert_eq!(code, Some(2), "{stderr}");
+    assert_eq!(told[0], format!("baton: {name}: line 2: gateway.attemps = unknown; did you mean attempts?"));
+    assert_eq!(told[1], format!("baton: {name}: line 4: polcy = unknown; did you mean policy?"));
+    assert!(told.len() == 3 && told[2].contains("no [[engines]]"), "{stderr}");
+    let skeleton = String::from_utf8(run(&["serve", "--print-config"]).stdout).unwrap();
+    assert_eq!(check(&skeleton), (Some(0), format!("{name}: 1 engines, policy price\n"), String::new()));
+    std::fs::remove_file(&path).unwrap();
 }
 
 #[test]

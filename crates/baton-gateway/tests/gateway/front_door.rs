@@ -385,7 +385,7 @@ async fn the_fleet_and_the_policy_are_seen_and_changed() {
 async fn an_admin_key_is_asked_for() {
     let engine = FakeEngine::start().await;
     let mut config = config(&[&engine]);
-    config.gateway.admin_key = Some("word".into());
+    config.gateway.admin_key = Some(baton_gateway::Secret::new("word"));
     let front = Front::with(config).await;
     assert_eq!(front.get("/baton/v1/fleet").await.0, 401);
     let response = front.send(Method::GET, "/baton/v1/fleet", &[("authorization", "Bearer word")], "").await;

@@ -1,0 +1,125 @@
+//! What no gateway could work with.
+
+use std::{collections::BTreeSet, time::Duration};
+
+use baton_policy::PriceWeights;
+use baton_units::ReplicaId;
+use http::HeaderValue;
+
+use super::{ConfigError, Fault, FrontConfig, GatewayConfig, PolicyConfig};
+
+/// A third of it, in two generations, still holds a message of a few hundred words.
+const TEXT_CACHE_BYTES_MIN: usize = 64 << 10;
+
+/// Faults, as they are found.
+#[derive(Default)]
+struct Check {
+    faults: Vec<Fault>,
+}
+
+impl GatewayConfig {
+    /// Refuses values with which nothing would work. A fleet without engines may be given some later.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let mut check = Check::default();
+        check.front(&self.gateway);
+        check.policy(&self.policy);
+        check.engines(self);
+        ConfigError::unless(check.faults)
+    }
+}
+
+impl Check {
+    fn refuse(&mut self, option: impl Into<String>, value: impl ToString, want: &str) {
+        self.faults.push(Fault { line: None, option: option.into(), what: format!("{}: {want}", value.to_string()) });
+    }
+
+    fn positive(&mut self, option: impl Into<String>, value: u64) {
+        if value == 0 {
+            self.refuse(option, value, "must be at least 1");
+        }
+    }
+
+    fn lasting(&mut self, option: impl Into<String>, span: Duration, want: &str) {
+        if span.is_zero() {
+            self.refuse(option, "\"0s\"", want);
+        }
+    }
+
+    fn front(&mut self, front: &FrontConfig) {
+        self.positive("gateway.attempts", front.attempts.into());
+        self.positive("gateway.body_limit", front.body_limit as u64);
+        self.positive("gateway.choices_limit", front.choices_limit.into());
+        self.positive("gateway.connections", front.connections as u64);
+        if front.text_cache_bytes < TEXT_CACHE_BYTES_MIN {
+            self.refuse("gateway.text_cache_bytes", front.text_cache_bytes, "less than 64KiB remembers no message; give more");
+        }
+        for (option, span) in [
+            ("gateway.request_timeout", front.request_timeout),
+            ("gateway.stall_timeout", front.stall_timeout),
+            ("gateway.first_token_timeout", front.first_token_timeout),
+            ("gateway.connect_timeout", front.connect_timeout),
+            ("gateway.receive_timeout", front.receive_timeout),
+        ] {
+            self.lasting(option, span, "nothing ends within no time; give more");
+        }
+        if front.first_token_factor.is_nan() || front.first_token_factor < 1.0 {
+            self.refuse("gateway.first_token_factor", front.first_token_factor, "must be at least 1");
+        }
+        if front.admin_key.as_ref().is_some_and(|key| HeaderValue::from_str(key.reveal()).is_err()) {
+            self.refuse("gateway.admin_key", "(not shown)", FITS_HEADER);
+        }
+    }
+
+    fn policy(&mut self, policy: &PolicyConfig) {
+        self.positive("policy.decisions", policy.decisions as u64);
+        if let Some(path) = policy.index_snapshot.as_ref().filter(|path| path.file_name().is_none()) {
+            self.refuse("policy.index_snapshot", format!("{:?}", path.display().to_string()), "must name a file");
+        }
+        self.positive("policy.classes", policy.classes.len() as u64);
+        for (place, class) in policy.classes.iter().enumerate() {
+            let option = |name: &str| format!("policy.classes[{place}].{name}");
+            self.lasting(option("start_within"), class.start_within, "nothing starts within no time; give more");
+            let objective = class.slo_ttft.unwrap_or(Duration::MAX);
+            self.lasting(option("slo_ttft"), objective, "no first token comes within no time; give more");
+            if place > 0 && policy.classes[place - 1].from >= class.from {
+                self.refuse(option("from"), class.from, "must grow from class to class");
+            }
+        }
+        let PriceWeights { delay, eviction, memory, waste, decode } = policy.weights;
+        for (name, weight) in [("delay", delay), ("eviction", eviction), ("memory", memory), ("waste", waste), ("decode", decode)] {
+            if !weight.is_finite() || weight < 0.0 {
+                self.refuse(format!("policy.weights.{name}"), weight, "a weight must be a number of at least 0");
+            }
+        }
+    }
+
+    fn engines(&mut self, config: &GatewayConfig) {
+        let (mut names, mut urls) = (BTreeSet::new(), BTreeSet::new());
+        for (place, engine) in config.engines.iter().enumerate() {
+            let option = |name: &str| format!("engines[{place}].{name}");
+            // Two engines under one name would be one in metrics, and one address twice is one engine with half of its load unseen.
+            let name = engine.name.clone().unwrap_or_else(|| ReplicaId(place as u32).to_string());
+            if !names.insert(name.clone()) {
+                self.refuse(option("name"), name, "each engine needs a name of its own");
+            }
+            let url = engine.url.to_string();
+            if !urls.insert(url.clone()) {
+                self.refuse(option("url"), url, "an engine is named twice; leave one out");
+            }
+            if engine.key.as_ref().is_some_and(|key| HeaderValue::from_str(key.reveal()).is_err()) {
+                self.refuse(option("key"), "(not shown)", FITS_HEADER);
+            }
+            for (name, value) in [
+                ("max_model_len", engine.max_model_len),
+                ("block_size", engine.block_size),
+                ("kv_blocks", engine.kv_blocks),
+                ("max_running", engine.max_running),
+                ("token_budget", engine.token_budget),
+            ] {
+                self.positive(option(name), value.map_or(1, u64::from));
+            }
+        }
+    }
+}
+
+const FITS_HEADER: &str = "a key goes into an HTTP header: printable ASCII without line breaks";

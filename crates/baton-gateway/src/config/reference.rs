@@ -1,0 +1,180 @@
+//! The page and the skeleton that name every option, made from the types that are read.
+
+use std::fmt::Write as _;
+
+use baton_policy::PriceWeights;
+use documented::{Documented, DocumentedFields};
+
+use super::{ClassConfig, EngineConfig, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig};
+
+/// Columns of a comment in the skeleton.
+const COLUMNS: usize = 110;
+
+/// Values that are no default, for options without one.
+const EXAMPLES: [(&str, &str); 19] = [
+    ("gateway.admin_bind", "\"127.0.0.1:8081\""),
+    ("gateway.admin_key", "{ env = \"BATON_ADMIN_KEY\" }"),
+    ("gateway.fleet_key_file", "\"/etc/baton/fleet.key\""),
+    ("engines.url", "\"http://127.0.0.1:8101\""),
+    ("engines.kind", "\"vllm\""),
+    ("engines.name", "\"r0\""),
+    ("engines.key", "{ env = \"VLLM_API_KEY\" }"),
+    ("engines.models", "[\"my-model\"]"),
+    ("engines.max_model_len", "8192"),
+    ("engines.block_size", "16"),
+    ("engines.kv_blocks", "8192"),
+    ("engines.max_running", "256"),
+    ("engines.token_budget", "2048"),
+    ("engines.kv_events", "\"tcp://127.0.0.1:5557\""),
+    ("engines.kv_replay", "\"tcp://127.0.0.1:5558\""),
+    ("engines.priorities", "false"),
+    ("engines.group", "\"rack-a-h100\""),
+    ("policy.index_snapshot", "\"/var/lib/baton/index\""),
+    ("policy.classes.slo_ttft", "\"500ms\""),
+];
+
+/// A table of the file.
+pub(super) struct Section {
+    path: &'static str,
+    /// It may come several times.
+    several: bool,
+    about: &'static str,
+    names: &'static [&'static str],
+    docs: &'static [&'static str],
+}
+
+const fn section<T: Documented + DocumentedFields>(path: &'static str, several: bool) -> Section {
+    Section { path, several, about: T::DOCS, names: T::FIELD_NAMES, docs: T::FIELD_DOCS }
+}
+
+const SECTIONS: [Section; 6] = [
+    section::<FrontConfig>("gateway", false),
+    section::<EngineConfig>("engines", true),
+    section::<PolicyConfig>("policy", false),
+    section::<ClassConfig>("policy.classes", true),
+    section::<PriceWeights>("policy.weights", false),
+    section::<MovesConfig>("moves", false),
+];
+
+impl Section {
+    pub(super) fn exists(path: &str) -> bool {
+        SECTIONS.iter().any(|section| section.path == path)
+    }
+
+    /// What a table may hold; the file itself has an empty path.
+    pub(super) fn names(path: &str) -> Vec<&'static str> {
+        match SECTIONS.iter().find(|section| section.path == path) {
+            Some(section) => section.names.to_vec(),
+            None => SECTIONS.iter().map(|section| section.path).filter(|path| !path.contains('.')).collect(),
+        }
+    }
+
+    /// Header of the table that has an option of this name.
+    pub(super) fn with(name: &str) -> Option<String> {
+        SECTIONS.iter().find(|section| section.names.contains(&name)).map(Self::header)
+    }
+
+    fn header(&self) -> String {
+        if self.several { format!("[[{}]]", self.path) } else { format!("[{}]", self.path) }
+    }
+
+    /// Options with their docs, without the tables inside, which are sections of their own.
+    fn options(&self) -> impl Iterator<Item = (&'static str, &'static str)> {
+        let options = self.names.iter().copied().zip(self.docs.iter().copied());
+        options.filter(|(name, _)| !Self::exists(&format!("{}.{name}", self.path)))
+    }
+
+    /// As the file would say it.
+    fn default_of(&self, defaults: &toml::Table, name: &str) -> Option<String> {
+        let mut table = defaults;
+        for step in self.path.split('.') {
+            table = match table.get(step)? {
+                toml::Value::Table(inner) => inner,
+                toml::Value::Array(elements) => elements.first()?.as_table()?,
+                _ => return None,
+            };
+        }
+        table.get(name).map(ToString::to_string)
+    }
+}
+
+fn defaults() -> toml::Table {
+    toml::Table::try_from(GatewayConfig::default()).expect("a configuration is a table")
+}
+
+fn example(path: &str, name: &str) -> &'static str {
+    let wanted = format!("{path}.{name}");
+    EXAMPLES.iter().find(|(option, _)| *option == wanted).map_or("\"…\"", |(_, example)| example)
+}
+
+/// A configuration with every option: its default, or a comment with an example where there is none.
+pub fn skeleton() -> String {
+    let defaults = defaults();
+    let mut text =
+        "# Configuration of `baton serve --config FILE`. Every value is the default; an option in a comment has none.\n".to_owned();
+    for section in &SECTIONS {
+        text.push('\n');
+        comment(&mut text, section.about);
+        writeln!(text, "{}", section.header()).expect("a string takes it");
+        for (name, docs) in section.options() {
+            comment(&mut text, docs);
+            match section.default_of(&defaults, name) {
+                Some(default) => writeln!(text, "{name} = {default}"),
+                None if REQUIRED.contains(&(section.path, name)) => writeln!(text, "{name} = {}", example(section.path, name)),
+                None => writeln!(text, "# {name} = {}", example(section.path, name)),
+            }
+            .expect("a string takes it");
+        }
+    }
+    text
+}
+
+const REQUIRED: [(&str, &str); 2] = [("engines", "url"), ("engines", "kind")];
+
+/// Docs as comment lines. What links mean in a page of Rust says nothing here.
+fn comment(text: &mut String, docs: &str) {
+    for paragraph in plain(docs).split("\n\n") {
+        let mut line = String::from("#");
+        for word in paragraph.split_whitespace() {
+            if line.len() + 1 + word.len() > COLUMNS {
+                writeln!(text, "{line}").expect("a string takes it");
+                line = String::from("#");
+            }
+            write!(line, " {word}").expect("a string takes it");
+        }
+        writeln!(text, "{line}").expect("a string takes it");
+    }
+}
+
+/// The first paragraph, which is for who writes the file; what follows is for who reads the code.
+fn plain(docs: &str) -> &str {
+    docs.split("\n\n").next().unwrap_or_default()
+}
+
+/// The reference page, in Markdown.
+pub fn reference() -> String {
+    let defaults = defaults();
+    let mut page = "# Configuration\n\n\
+        What `baton serve --config FILE` reads, in TOML. `baton serve --print-config` prints a file with every option and its default;\n\
+        `baton check-config FILE` names the line of each mistake. Durations are like `\"250ms\"` or `\"1m 30s\"`, sizes like `\"64MiB\"`. A key is text,\n\
+        `{ env = \"NAME\" }` or `{ file = \"PATH\" }`.\n\n\
+        This page is made from the types that are read: `baton check-config --reference` prints it.\n"
+        .to_owned();
+    for section in &SECTIONS {
+        write!(page, "\n## `{}`\n\n{}\n\n| option | default | |\n| --- | --- | --- |\n", section.header(), joined(plain(section.about)))
+            .expect("a string takes it");
+        for (name, docs) in section.options() {
+            let default = match section.default_of(&defaults, name) {
+                Some(default) => format!("`{default}`"),
+                None if REQUIRED.contains(&(section.path, name)) => "required".to_owned(),
+                None => String::new(),
+            };
+            writeln!(page, "| `{name}` | {default} | {} |", joined(plain(docs)).replace('|', "\\|")).expect("a string takes it");
+        }
+    }
+    page
+}
+
+fn joined(docs: &str) -> String {
+    docs.split_whitespace().collect::<Vec<_>>().join(" ")
+}

@@ -1,0 +1,143 @@
+use std::time::Duration;
+
+use baton_policy::PolicyName;
+
+use super::*;
+
+const ENGINE: &str = "[[engines]]\nurl = \"http://127.0.0.1:1\"\nkind = \"vllm\"\n";
+
+fn faults(text: &str) -> Vec<Fault> {
+    match GatewayConfig::from_toml(text) {
+        Err(ConfigError::Faults(faults)) => faults,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// All of them, one a line.
+fn error(text: &str) -> String {
+    faults(text).iter().map(ToString::to_string).collect::<Vec<_>>().join("\n")
+}
+
+#[test]
+fn durations_sizes_and_names_are_read() {
+    let text = format!("[gateway]\ndrain_timeout = \"250ms\"\nbody_limit = \"2KiB\"\n{ENGINE}[policy]\nname = \"round-robin\"\n");
+    let config = GatewayConfig::from_toml(&text).unwrap();
+    assert_eq!(config.gateway.drain_timeout, Duration::from_millis(250));
+    assert_eq!(config.gateway.body_limit, 2048);
+    assert_eq!(config.policy.name, PolicyName::RoundRobin);
+    assert_eq!(config.engines[0].kind, EngineKind::Vllm);
+    assert!(config.moves.enabled && !GatewayConfig::from_toml(&format!("{ENGINE}[moves]\nenabled = false\n")).unwrap().moves.enabled);
+}
+
+#[test]
+fn what_cannot_work_is_refused_with_its_name() {
+    assert!(error(&format!("[gateway]\nattemps = 3\n{ENGINE}")).contains("attemps"));
+    assert!(error(&format!("[gateway]\nattempts = 0\n{ENGINE}")).contains("gateway.attempts"));
+    assert!(error(&format!("[gateway]\ndrain_timeout = 3\n{ENGINE}")).contains("drain_timeout"));
+    assert!(error(&format!("[policy]\nname = \"cheapest\"\n{ENGINE}")).contains("cheapest"));
+    assert!(error("[gateway]\n").contains("[[engines]]"));
+    assert!(error(&format!("{ENGINE}[moves]\nenable = true\n")).contains("enable"));
+    assert!(error("[[engines]]\nurl = \"https://a\"\nkind = \"vllm\"\n").contains("https"));
+    assert!(error(&format!("[gateway]\nconnections = 0\n{ENGINE}")).contains("gateway.connections"));
+    let too_little = error(&format!("[gateway]\ntext_cache_bytes = \"1KiB\"\n{ENGINE}"));
+    assert!(too_little.contains("line 2: gateway.text_cache_bytes = 1024") && too_little.contains("64KiB"), "{too_little}");
+    assert!(error(&format!("[gateway]\nreceive_timeout = \"0s\"\n{ENGINE}")).contains("gateway.receive_timeout"));
+    assert!(error(&format!("{ENGINE}[policy]\nindex_snapshot = \"\"\n")).contains("policy.index_snapshot = \"\""));
+    let class = |options: &str| format!("{ENGINE}[[policy.classes]]\nname = \"a\"\nstart_within = \"1s\"\n{options}\n");
+    assert!(error(&class("slo_ttft = \"0s\"")).contains("policy.classes[0].slo_ttft"));
+    let objective = GatewayConfig::from_toml(&class("slo_ttft = \"300ms\"")).unwrap().policy.router().classes[0].slo_ttft;
+    assert_eq!(objective, Some(Duration::from_millis(300)));
+    let key = error(&format!("{ENGINE}key = \"top\\nsecret\"\n"));
+    assert!(key.contains("line 4: engines[0].key") && !key.contains("secret"), "{key}");
+    assert!(error(&format!("[gateway]\nstall_timeout = \"0s\"\n{ENGINE}")).contains("gateway.stall_timeout"));
+    assert!(error(&format!("{ENGINE}[policy.weights]\nwaste = -1\n")).contains("policy.weights.waste = -1"));
+    assert!(error(&format!("{ENGINE}{ENGINE}")).contains("line 5: engines[1].url = http://127.0.0.1:1"));
+    let other = ENGINE.replace(":1\"", ":2\"");
+    assert!(error(&format!("{ENGINE}name = \"r1\"\n{other}")).contains("engines[1].name = r1"), "the second one's default name");
+}
+
+#[test]
+fn a_key_is_not_printed() {
+    let mut engine = EngineConfig::new("http://h:1".parse().unwrap(), EngineKind::OpenAi);
+    engine.key = Some(Secret::new("secret"));
+    assert!(!format!("{engine:?}").contains("secret"));
+}
+
+#[test]
+fn every_mistake_is_told_with_its_line_and_the_nearest_name() {
+    let text =
+        "[gateway]\nattemps = 3\nqueue = 5\n\n[[engines]]\nurl = \"http://127.0.0.1:1\"\nkind = \"vlm\"\n\n[polcy]\nname = \"price\"\n";
+    let told: Vec<(Option<usize>, String)> =
+        faults(text).into_iter().map(|fault| (fault.line, format!("{} = {}", fault.option, fault.what))).collect();
+    assert_eq!(told[0], (Some(2), "gateway.attemps = unknown; did you mean attempts?".to_owned()));
+    assert_eq!(told[1], (Some(3), "gateway.queue = unknown; it belongs in [policy]".to_owned()));
+    assert!(told[2].0 == Some(7) && told[2].1.starts_with("engines[0].kind = \"vlm\": ") && told[2].1.contains("vllm"), "{told:?}");
+    assert_eq!(told[3], (Some(9), "polcy = unknown; did you mean policy?".to_owned()));
+    assert_eq!(told.len(), 4);
+    let one = GatewayConfig::from_toml(text).unwrap_err().to_string();
+    assert_eq!(one, "line 2: gateway.attemps = unknown; did you mean attempts? (and 3 more; `baton check-config` lists all)");
+}
+
+#[test]
+fn what_is_no_toml_is_told_by_its_line() {
+    let broken = faults(&format!("{ENGINE}\nname = \n"));
+    assert_eq!(broken.len(), 1);
+    assert_eq!(broken[0].line, Some(5), "{broken:?}");
+}
+
+#[test]
+fn a_wrong_type_is_told_with_its_option() {
+    let told = error(&format!("{ENGINE}[gateway]\n\nattempts = \"three\"\n"));
+    assert!(told.starts_with("line 6: gateway.attempts = \"three\": "), "{told}");
+}
+
+#[test]
+fn keys_come_from_the_file_an_environment_or_another_file() {
+    let path = std::env::temp_dir().join(format!("baton-key-{}", std::process::id()));
+    std::fs::write(&path, "from a file\n").unwrap();
+    let key =
+        |value: &str| GatewayConfig::from_toml(&format!("{ENGINE}key = {value}\n")).map(|config| config.engines[0].key.clone().unwrap());
+    assert_eq!(key("\"plain\"").unwrap().reveal(), "plain");
+    assert_eq!(key(&format!("{{ file = {path:?} }}")).unwrap().reveal(), "from a file");
+    // Set wherever a shell or cargo runs.
+    assert_eq!(key("{ env = \"PATH\" }").unwrap().reveal(), std::env::var("PATH").unwrap());
+    std::fs::remove_file(&path).unwrap();
+    let missing = key(&format!("{{ file = {path:?} }}")).unwrap_err().to_string();
+    assert!(missing.contains("cannot be read"), "{missing}");
+    let unset = key("{ env = \"BATON_NO_SUCH_KEY\" }").unwrap_err().to_string();
+    assert!(unset.contains("BATON_NO_SUCH_KEY is not set"), "{unset}");
+    assert!(key("{ enw = \"PATH\" }").is_err() && key("\"\"").is_err() && key("3").is_err());
+    let wrong = key("[\"hidden\"]").unwrap_err().to_string();
+    assert!(!wrong.contains("hidden"), "{wrong}");
+}
+
+#[test]
+fn the_skeleton_is_valid_and_has_the_defaults() {
+    let config = GatewayConfig::from_toml(&skeleton()).unwrap();
+    assert_eq!(config.engines.len(), 1);
+    assert_eq!(GatewayConfig { engines: Vec::new(), ..config }, GatewayConfig::default());
+}
+
+#[test]
+fn every_example_of_the_skeleton_is_valid() {
+    let text: Vec<String> = skeleton()
+        .lines()
+        .map(|line| match line.strip_prefix("# ") {
+            Some(option)
+                if option.split_once(" = ").is_some_and(|(name, _)| name.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_')) =>
+            {
+                option.to_owned()
+            }
+            _ => line.to_owned(),
+        })
+        .collect();
+    let text = text.join("\n").replace("BATON_ADMIN_KEY", "PATH").replace("VLLM_API_KEY", "PATH");
+    let config = GatewayConfig::from_toml(&text).unwrap();
+    assert!(config.gateway.admin_key.is_some() && config.engines[0].group.is_some() && config.policy.classes[0].slo_ttft.is_some());
+}
+
+#[test]
+fn the_published_reference_is_that_of_the_types() {
+    let page = include_str!("../../../../docs/configuration.md");
+    assert!(page == reference(), "`cargo run -p baton -- check-config --reference > docs/configuration.md` makes it anew");
+}

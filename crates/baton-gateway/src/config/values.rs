@@ -1,0 +1,149 @@
+//! How values are written in the file.
+
+use std::{env, fmt, fs, path::PathBuf};
+
+use serde::{Deserialize, Deserializer};
+
+/// A key. In the file it is the text itself, `{ env = "NAME" }` or `{ file = "PATH" }`: read from there when the file is, so that the file
+/// itself holds no secret. It is never printed.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(String);
+
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "a key is text, { env = \"NAME\" } or { file = \"PATH\" }")]
+enum Source {
+    Text(String),
+    Env(FromEnv),
+    File(FromFile),
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FromEnv {
+    env: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FromFile {
+    file: PathBuf,
+}
+
+impl Secret {
+    pub fn new(text: impl Into<String>) -> Self {
+        Self(text.into())
+    }
+
+    /// The key itself: for the wire only.
+    pub fn reveal(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("(secret)")
+    }
+}
+
+impl<'de> Deserialize<'de> for Secret {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = match Source::deserialize(deserializer)? {
+            Source::Text(text) => text,
+            Source::Env(FromEnv { env: name }) => {
+                let unset = |_| serde::de::Error::custom(format!("the environment variable {name} is not set, or no text; set it"));
+                env::var(&name).map_err(unset)?
+            }
+            Source::File(FromFile { file }) => {
+                let unreadable = |error| serde::de::Error::custom(format!("the key's file {} cannot be read: {error}", file.display()));
+                // Editors end a file with a line break.
+                fs::read_to_string(&file).map_err(unreadable)?.trim_end_matches(['\r', '\n']).to_owned()
+            }
+        };
+        if text.is_empty() {
+            return Err(serde::de::Error::custom("a key has at least one character"));
+        }
+        Ok(Self(text))
+    }
+}
+
+/// `"250ms"`, `"1m 30s"`.
+pub(super) mod duration {
+    use std::time::Duration;
+
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(in super::super) fn serialize<S: Serializer>(span: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(&humantime::format_duration(*span))
+    }
+
+    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        humantime::parse_duration(&text)
+            .map_err(|error| serde::de::Error::custom(format!("{text:?} is no duration like \"250ms\": {error}")))
+    }
+}
+
+pub(super) mod some_duration {
+    use std::time::Duration;
+
+    use serde::{Deserializer, Serializer};
+
+    pub(in super::super) fn serialize<S: Serializer>(span: &Option<Duration>, serializer: S) -> Result<S::Ok, S::Error> {
+        match span {
+            Some(span) => super::duration::serialize(span, serializer),
+            None => serializer.serialize_none(),
+        }
+    }
+
+    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {
+        super::duration::deserialize(deserializer).map(Some)
+    }
+}
+
+/// What has a text form of its own.
+pub(super) mod text {
+    use std::{fmt::Display, str::FromStr};
+
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(in super::super) fn serialize<S: Serializer>(value: &impl Display, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(value)
+    }
+
+    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>, T: FromStr<Err: Display>>(deserializer: D) -> Result<T, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+/// `"64MiB"`, `"512KiB"`, or a plain number of bytes.
+pub(super) mod size {
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    const UNITS: [(&str, usize); 4] = [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1)];
+
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "a size is text like \"64MiB\", or a number of bytes")]
+    enum Size {
+        Bytes(usize),
+        Text(String),
+    }
+
+    pub(in super::super) fn serialize<S: Serializer>(bytes: &usize, serializer: S) -> Result<S::Ok, S::Error> {
+        let (unit, factor) = UNITS.into_iter().find(|(_, factor)| bytes.is_multiple_of(*factor) && *bytes >= *factor).unwrap_or(("B", 1));
+        serializer.collect_str(&format_args!("{}{unit}", bytes / factor))
+    }
+
+    pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<usize, D::Error> {
+        let text = match Size::deserialize(deserializer)? {
+            Size::Bytes(bytes) => return Ok(bytes),
+            Size::Text(text) => text,
+        };
+        let digits = text.find(|character: char| !character.is_ascii_digit()).unwrap_or(text.len());
+        let unit = text[digits..].trim();
+        let factor = UNITS.into_iter().find_map(|(name, factor)| (name == unit).then_some(factor)).or(unit.is_empty().then_some(1));
+        let factor = factor.ok_or_else(|| serde::de::Error::custom(format!("{unit:?} is no unit of bytes; use B, KiB, MiB or GiB")))?;
+        let count = text[..digits].parse::<usize>().ok().and_then(|count| count.checked_mul(factor));
+        count.ok_or_else(|| serde::de::Error::custom(format!("{text:?} is no size like \"64MiB\"")))
+    }
+}
