@@ -49,7 +49,7 @@ pub(crate) fn routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
 
 /// Without a key the API is there on a loopback address only.
 async fn authorize(State(shared): State<Arc<Shared>>, request: Request, next: Next) -> Response {
-    let allowed = match &shared.fleet.front.admin_key {
+    let allowed = match &shared.fleet.front().admin_key {
         Some(key) => {
             let given = request.headers().get(header::AUTHORIZATION).and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
             given.is_some_and(|given| equal_in_constant_time(given, key.reveal().as_bytes()))

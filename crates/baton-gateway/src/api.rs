@@ -103,9 +103,10 @@ async fn admit(
     if fleet.stage() != Stage::Serving {
         return Err(Refusal::Draining);
     }
-    let bytes = read_body(body, &fleet.front).await?;
+    let front = fleet.front();
+    let bytes = read_body(body, &front).await?;
     let arrived = fleet.clock.now();
-    let intake = Intake::read(api, headers, &bytes, &fleet.front)?;
+    let intake = Intake::read(api, headers, &bytes, &front)?;
     let catalogue = fleet.catalogue();
     let Listed { card, lacking } = choose_model(&catalogue, intake.model.as_deref())?;
     let mut tokenized = shared.tokenization.tokenize(&intake.prompt).await;

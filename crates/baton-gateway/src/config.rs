@@ -18,6 +18,7 @@
 mod check;
 mod read;
 mod reference;
+mod reload;
 mod values;
 
 use std::{fmt, net::SocketAddr, path::PathBuf, time::Duration};
@@ -30,6 +31,7 @@ use serde::{Deserialize, Serialize};
 pub use self::{
     read::{ConfigError, Fault},
     reference::{reference, skeleton},
+    reload::Reloaded,
     values::Secret,
 };
 use crate::{engine::BaseUrl, prompt::KEY_MODEL};
@@ -327,6 +329,15 @@ impl EngineConfig {
             kv_replay: None,
             priorities: None,
             group: None,
+        }
+    }
+
+    /// Whether both name one engine: by its name where both have one, else by its address.
+    pub(crate) fn is_of_same(&self, other: &Self) -> bool {
+        match (&self.name, &other.name) {
+            (Some(name), Some(other)) => name == other,
+            (None, None) => self.url == other.url,
+            (Some(_), None) | (None, Some(_)) => false,
         }
     }
 

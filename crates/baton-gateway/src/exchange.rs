@@ -206,7 +206,7 @@ impl Timer {
 
 impl Exchange {
     fn new(fleet: Arc<Fleet>, admitted: Admitted) -> Self {
-        let front = &fleet.front;
+        let front = fleet.front();
         let limits = Limits { attempts: front.attempts, stall: front.stall_timeout, total: front.request_timeout };
         let intake = &admitted.intake;
         // Whether every choice must finish depends on the engine's kind, which is not known yet: see `done`.
@@ -445,7 +445,7 @@ impl Exchange {
 
     /// How long the replica may take for its first token before it is taken for hung.
     fn first_token_within(&self, replica: Option<ReplicaId>) -> Duration {
-        let front = &self.fleet.front;
+        let front = self.fleet.front();
         let engine = replica.and_then(|id| self.fleet.engine(id));
         if engine.is_none_or(|engine| self.admitted.intake.mode(engine.config.kind, front.assemble) == Mode::Whole) {
             // The first token comes with the last: no silence is too long.
@@ -475,7 +475,7 @@ impl Exchange {
         }
         let Admitted { intake, live, .. } = &self.admitted;
         let kind = engine.config.kind;
-        let mode = intake.mode(kind, self.fleet.front.assemble);
+        let mode = intake.mode(kind, self.fleet.front().assemble);
         let takes_priority = reserved::takes_priority(kind, engine.config.priorities);
         let mut request = intake.upstream_body(kind, takes_priority, &live.model, mode);
         let length = request.iter().map(Bytes::len).sum();

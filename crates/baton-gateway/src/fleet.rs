@@ -8,6 +8,7 @@ use std::{
     },
 };
 
+use arc_swap::ArcSwap;
 use baton_cost::StepCoefficients;
 use baton_kv::{Applied, Copying, IndexReader, KvEventBatch, Snapshot};
 use baton_link::Identity;
@@ -23,7 +24,7 @@ use tokio::sync::{Notify, oneshot, watch};
 use crate::{
     carry::{Desk, Effect, Rounds},
     clock::Clock,
-    config::{EngineConfig, FrontConfig, PolicyConfig},
+    config::{EngineConfig, FrontConfig, MovesConfig, PolicyConfig},
     engine::{Drain, Engine, Health},
     live::Live,
     metrics::Metrics,
@@ -50,14 +51,15 @@ pub(crate) enum Stage {
 #[derive(Debug)]
 pub(crate) struct Fleet {
     pub(crate) clock: Clock,
-    pub(crate) front: FrontConfig,
+    front: ArcSwap<FrontConfig>,
     pub(crate) metrics: Metrics,
     pub(crate) upstream: Upstream,
     /// What a gateway before this one knew, where that is kept.
     pub(crate) snapshot: Option<SnapshotFile>,
     /// Bound of the router's index.
     pub(crate) index_bytes_max: usize,
-    engines: RwLock<Vec<Arc<Engine>>>,
+    /// By id; a place is free after its engine was taken out, until another one comes.
+    engines: RwLock<Vec<Option<Arc<Engine>>>>,
     catalogue: RwLock<Arc<Catalogue>>,
     /// Fair where it is asked to be: writers of the index hand it to who waits.
     placement: parking_lot::Mutex<Placement>,
@@ -74,6 +76,7 @@ pub(crate) struct Fleet {
     desk_timer: Notify,
     desk_timer_at: AtomicU64,
     rounds: parking_lot::Mutex<Rounds>,
+    moves: ArcSwap<MovesConfig>,
     /// Told when a request has arrived where it moved to.
     pub(crate) arrived: Notify,
     identity: Identity,
@@ -125,6 +128,14 @@ pub(crate) struct Listed {
     pub(crate) lacking: Vec<ReplicaId>,
 }
 
+/// What became of the engines that there were.
+pub(crate) struct EngineChanges {
+    /// New or changed: their watchers are to start.
+    pub(crate) fresh: Vec<Arc<Engine>>,
+    /// No longer there; a place among these may have been given to one of the others.
+    pub(crate) gone: Vec<ReplicaId>,
+}
+
 /// A verdict now, or later.
 pub(crate) enum Placing {
     Now(Verdict),
@@ -154,6 +165,7 @@ impl Fleet {
             desk_timer: Notify::new(),
             desk_timer_at: AtomicU64::new(u64::MAX),
             rounds: parking_lot::Mutex::new(Rounds::new(policy.quiet_from.map(Priority))),
+            moves: ArcSwap::default(),
             arrived: Notify::new(),
             identity: Identity::of_gateway(name, None),
             tokenizer: None,
@@ -164,7 +176,7 @@ impl Fleet {
             incarnation,
             stage: watch::Sender::new(Stage::Serving),
             ready: watch::Sender::new(0),
-            front,
+            front: ArcSwap::from_pointee(front),
         }
     }
 
@@ -174,6 +186,24 @@ impl Fleet {
         self.identity.fleet_key = fleet_key.map(Arc::new);
         self.tokenizer = tokenizer;
         self
+    }
+
+    /// How it serves, as of now.
+    pub(crate) fn front(&self) -> Arc<FrontConfig> {
+        self.front.load_full()
+    }
+
+    pub(crate) fn set_front(&self, front: FrontConfig) {
+        self.front.store(Arc::new(front));
+    }
+
+    /// Which requests may move, as of now.
+    pub(crate) fn moves(&self) -> Arc<MovesConfig> {
+        self.moves.load_full()
+    }
+
+    pub(crate) fn set_moves(&self, moves: MovesConfig) {
+        self.moves.store(Arc::new(moves));
     }
 
     // The router.
@@ -433,40 +463,53 @@ impl Fleet {
     // The engines.
 
     pub(crate) fn engines(&self) -> Vec<Arc<Engine>> {
-        self.engines.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.engines.read().unwrap_or_else(PoisonError::into_inner).iter().flatten().cloned().collect()
     }
 
     pub(crate) fn engine(&self, id: ReplicaId) -> Option<Arc<Engine>> {
-        self.engines.read().unwrap_or_else(PoisonError::into_inner).get(id.index()).cloned()
+        self.engines.read().unwrap_or_else(PoisonError::into_inner).get(id.index()).cloned().flatten()
     }
 
-    /// Replaces the engines; returns those that are new or changed, for their watchers to start. Places are kept.
-    pub(crate) fn set_engines(&self, configs: Vec<EngineConfig>) -> Vec<Arc<Engine>> {
+    /// Replaces the engines. One that is named as before, or is where one was, keeps its place, and if nothing else of it changed its state.
+    pub(crate) fn set_engines(&self, configs: Vec<EngineConfig>) -> EngineChanges {
+        let idle_connections = self.front().idle_connections;
         let mut engines = self.engines.write().unwrap_or_else(PoisonError::into_inner);
-        let removed = engines.len().saturating_sub(configs.len());
-        let gone: Vec<ReplicaId> = engines.iter().rev().take(removed).map(|engine| engine.id).collect();
+        let mut former = std::mem::take(&mut *engines);
+        engines.resize(former.len(), None);
         let mut fresh = Vec::new();
-        *engines = configs
-            .into_iter()
-            .enumerate()
-            .map(|(place, config)| match engines.get(place) {
-                Some(engine) if engine.config == config => engine.clone(),
-                Some(_) | None => {
-                    let engine = Arc::new(Engine::new(ReplicaId(place as u32), config, self.front.idle_connections));
-                    fresh.push(engine.clone());
-                    engine
-                }
-            })
-            .collect();
-        let left = engines.len();
+        let mut start = |place: usize, config| {
+            let engine = Arc::new(Engine::new(ReplicaId(place as u32), config, idle_connections));
+            fresh.push(engine.clone());
+            engine
+        };
+        let mut new = Vec::new();
+        for config in configs {
+            let place = former.iter().position(|engine| engine.as_ref().is_some_and(|engine| engine.config.is_of_same(&config)));
+            match place.and_then(|place| Some((place, former[place].take()?))) {
+                Some((place, engine)) if engine.config == config => engines[place] = Some(engine),
+                Some((place, _)) => engines[place] = Some(start(place, config)),
+                None => new.push(config),
+            }
+        }
+        for config in new {
+            let place = engines.iter().position(Option::is_none).unwrap_or(engines.len());
+            if place == engines.len() {
+                engines.push(None);
+            }
+            engines[place] = Some(start(place, config));
+        }
+        let gone: Vec<ReplicaId> = former.into_iter().flatten().map(|engine| engine.id).collect();
         drop(engines);
-        lock(&self.speeds).truncate(left);
+        lock(&self.speeds).forget(&gone);
         self.list_models();
-        for id in gone.into_iter().chain(fresh.iter().map(|engine| engine.id)) {
+        for id in gone.iter().copied().chain(fresh.iter().map(|engine| engine.id)) {
             self.clear_ahead(id, None);
             self.with_router(|router, _| router.remove_replica(id));
+            // What it ran over its control connection goes on elsewhere.
+            self.with_desk(|desk, now| desk.gone(id, now));
         }
-        fresh
+        self.health_changed();
+        EngineChanges { fresh, gone }
     }
 
     /// The engine answered and told its shape: it takes requests from here on. `former` is what was known of this life of it before the

@@ -16,10 +16,10 @@ use tokio::{
 
 use crate::{
     admin, api,
-    config::{ConfigError, EngineConfig, GatewayConfig, MovesConfig},
+    config::{ConfigError, EngineConfig, GatewayConfig, Reloaded},
     control::{self, TaskGuard},
     engine::{BaseUrl, Health},
-    fleet::{Fleet, Stage},
+    fleet::{EngineChanges, Fleet, Stage},
     listener,
     prompt::Tokenization,
     refusal::Refusal,
@@ -41,7 +41,6 @@ pub enum GatewayError {
 #[derive(Clone, Debug)]
 pub struct Gateway {
     shared: Arc<Shared>,
-    moves: MovesConfig,
 }
 
 #[derive(Debug)]
@@ -53,6 +52,8 @@ pub(crate) struct Shared {
     /// Where it serves the admin API; known once it serves.
     admin_address: OnceLock<SocketAddr>,
     watchers: Mutex<BTreeMap<ReplicaId, TaskGuard>>,
+    /// In force.
+    config: Mutex<GatewayConfig>,
 }
 
 impl Shared {
@@ -70,27 +71,47 @@ impl Gateway {
         let fleet_key = config.gateway.fleet_key_file.as_deref().map(baton_link::read_fleet_key).transpose()?;
         let tokenization = Tokenization::new(text.clone(), config.gateway.text_cache_bytes);
         let shared = Shared {
-            fleet: Arc::new(Fleet::new(config.gateway, &config.policy).carrying(fleet_key, text)),
+            fleet: Arc::new(Fleet::new(config.gateway.clone(), &config.policy).carrying(fleet_key, text)),
             tokenization,
             turn: AtomicUsize::new(0),
             admin_address: OnceLock::new(),
             watchers: Mutex::default(),
+            config: Mutex::new(config.clone()),
         };
-        let gateway = Self { shared: Arc::new(shared), moves: config.moves };
+        shared.fleet.set_moves(config.moves);
+        let gateway = Self { shared: Arc::new(shared) };
         gateway.set_engines(config.engines);
         Ok(gateway)
     }
 
-    /// Replaces the engines. The place of an engine is its id; an engine whose configuration is unchanged keeps its state.
-    pub fn set_engines(&self, engines: Vec<EngineConfig>) {
-        let count = engines.len();
-        let fresh = self.shared.fleet.set_engines(engines);
+    /// Goes on under another configuration, without a stream that ends for it.
+    pub fn reload(&self, config: GatewayConfig) -> Result<Reloaded, ConfigError> {
+        config.check()?;
+        let mut current = self.shared.config.lock().unwrap_or_else(PoisonError::into_inner);
+        let (config, at_next_start) = current.replaced_by(config);
+        let fleet = &self.shared.fleet;
+        fleet.set_front(config.gateway.clone());
+        fleet.with_router(|router, _| router.reconfigure(config.policy.router()));
+        fleet.set_moves(config.moves.clone());
+        let (engines_started, engines_gone) = self.set_engines(config.engines.clone());
+        *current = config;
+        Ok(Reloaded { engines_started, engines_gone, at_next_start })
+    }
+
+    /// Replaces the engines. One that is named as before (without a name: at the same address) keeps its id, and its state where nothing
+    /// of its configuration changed; new ones take the ids that are free. Requests that run at an engine which is left out and cannot move
+    /// end there as they would have.
+    /// Gives back how many are new or changed, and how many are gone.
+    pub fn set_engines(&self, engines: Vec<EngineConfig>) -> (usize, usize) {
+        let EngineChanges { fresh, gone } = self.shared.fleet.set_engines(engines);
         let mut watchers = self.shared.watchers.lock().unwrap_or_else(PoisonError::into_inner);
-        watchers.retain(|id, _| id.index() < count);
+        watchers.retain(|id, _| !gone.contains(id));
+        let counts = (fresh.len(), gone.len());
         for engine in fresh {
             let id = engine.id;
             watchers.insert(id, TaskGuard::spawn(control::watch(self.shared.fleet.clone(), engine)));
         }
+        counts
     }
 
     /// The replica was started (again), perhaps at another address: it is probed at once and used when it answers.
@@ -123,14 +144,14 @@ impl Gateway {
     /// rest end with an error event.
     pub async fn serve(&self, listener: TcpListener, shutdown: impl Future<Output = ()> + Send) -> Result<(), GatewayError> {
         let shared = self.shared.clone();
-        let admin_listener = match shared.fleet.front.admin_bind {
+        let admin_listener = match shared.fleet.front().admin_bind {
             Some(address) => Some(TcpListener::bind(address).await.map_err(|error| GatewayError::Admin { address, error })?),
             None => None,
         };
         let address = admin_listener.as_ref().unwrap_or(&listener).local_addr()?;
         // A second `serve` of the same gateway keeps the first address; both are of one configuration.
         _ = shared.admin_address.set(address);
-        if shared.fleet.front.admin_key.is_none() && !address.ip().is_loopback() {
+        if shared.fleet.front().admin_key.is_none() && !address.ip().is_loopback() {
             tracing::warn!(%address, "no admin_key is set and the address is not loopback: /baton/v1 is off");
         }
         let mut routes = api::routes();
@@ -149,8 +170,7 @@ impl Gateway {
         let fleet = shared.fleet.clone();
         let desk = TaskGuard::spawn(async move { fleet.keep_desk().await });
         let fleet = shared.fleet.clone();
-        let moves = self.moves.clone();
-        let balance = TaskGuard::spawn(async move { fleet.keep_balance(&moves).await });
+        let balance = TaskGuard::spawn(async move { fleet.keep_balance().await });
         let keeper = TaskGuard::spawn(snapshot::keep(shared.fleet.clone()));
         let draining = async {
             self.drain_after(shutdown).await;
@@ -165,9 +185,9 @@ impl Gateway {
     async fn drain_after(&self, shutdown: impl Future<Output = ()>) {
         shutdown.await;
         let fleet = &self.shared.fleet;
-        tracing::info!(requests = fleet.live().len(), timeout = ?fleet.front.drain_timeout, "draining");
+        tracing::info!(requests = fleet.live().len(), timeout = ?fleet.front().drain_timeout, "draining");
         fleet.set_stage(Stage::Draining);
-        let deadline = Instant::now() + fleet.front.drain_timeout;
+        let deadline = Instant::now() + fleet.front().drain_timeout;
         let drained = timeout_at(deadline, fleet.emptied()).await.is_ok();
         if !drained {
             tracing::warn!(requests = fleet.live().len(), "drain deadline passed: the rest end with an error");
@@ -183,14 +203,4 @@ async fn serve_admin(shared: Arc<Shared>, listener: TcpListener) {
     if let Err(error) = axum::serve(listener, app).await {
         tracing::error!(%error, "the admin API ended");
     }
-}
-
-/// Runs a gateway over configured engines until `shutdown`.
-pub async fn serve(
-    config: GatewayConfig,
-    listener: TcpListener,
-    text: Option<Arc<Tokenizer>>,
-    shutdown: impl Future<Output = ()> + Send,
-) -> Result<(), GatewayError> {
-    Gateway::new(config, text)?.serve(listener, shutdown).await
 }

@@ -41,9 +41,9 @@ mod upstream;
 mod words;
 
 pub use config::{
-    ClassConfig, ConfigError, EngineConfig, EngineKind, Fault, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig, Secret, reference,
-    skeleton,
+    ClassConfig, ConfigError, EngineConfig, EngineKind, Fault, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig, Reloaded, Secret,
+    reference, skeleton,
 };
 pub use engine::{BaseUrl, UrlError};
-pub use gateway::{Gateway, GatewayError, serve};
+pub use gateway::{Gateway, GatewayError};
 pub use reserved::{RESERVED, Reserved, Rule};

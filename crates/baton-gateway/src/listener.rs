@@ -32,17 +32,18 @@ const CLOSING_GRACE: Duration = Duration::from_secs(2);
 /// Serves connections until the fleet closes; then none is left.
 pub(crate) async fn serve(mut listener: TcpListener, door: Door, fleet: Arc<Fleet>) {
     let door = Arc::new(door);
-    let limit = fleet.front.connections;
     let mut http = http1::Builder::new();
-    http.timer(TokioTimer::new()).header_read_timeout(fleet.front.receive_timeout).max_buf_size(BUFFER_BYTES);
+    http.timer(TokioTimer::new()).max_buf_size(BUFFER_BYTES);
     let mut connections = JoinSet::new();
     loop {
+        let limit = fleet.front().connections;
         tokio::select! {
             biased;
             () = fleet.reached(Stage::Closing) => break,
             Some(_) = connections.join_next() => {}
             // Past the limit, clients wait in the kernel's queue.
             (stream, _) = Listener::accept(&mut listener), if connections.len() < limit => {
+                http.header_read_timeout(fleet.front().receive_timeout);
                 connections.spawn(carry(stream, http.clone(), door.clone(), fleet.clone()));
                 if connections.len() == limit {
                     tracing::warn!(limit, "no more connections are accepted until one closes; gateway.connections is the bound");
@@ -59,7 +60,7 @@ async fn carry(stream: TcpStream, http: http1::Builder, door: Arc<Door>, fleet: 
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "a connection keeps Nagle's algorithm");
     }
-    let stream = Patient { stream, patience: fleet.front.stall_timeout, blocked: None };
+    let stream = Patient { stream, patience: fleet.front().stall_timeout, blocked: None };
     let mut connection = std::pin::pin!(http.serve_connection(TokioIo::new(stream), door));
     let ended = tokio::select! {
         biased;

@@ -161,7 +161,7 @@ impl Metrics {
         page.family("baton_text_cache_bytes", "gauge", "Memory of the tokens of text that was seen before.");
         page.sample("baton_text_cache_bytes", &[], text_cache_bytes as f64);
         page.family("baton_text_cache_bytes_max", "gauge", "Its bound, gateway.text_cache_bytes.");
-        page.sample("baton_text_cache_bytes_max", &[], fleet.front.text_cache_bytes as f64);
+        page.sample("baton_text_cache_bytes_max", &[], fleet.front().text_cache_bytes as f64);
         page.family("baton_held_requests", "gauge", "Requests waiting in the router.");
         page.sample("baton_held_requests", &[], fleet.peek_router(|router, _| router.held()) as f64);
         page.family("baton_sheds_total", "counter", "Requests turned away for the load, by class.");
@@ -365,7 +365,7 @@ mod tests {
     fn the_page_tells_how_far_the_index_can_be_trusted_and_what_memory_is_bound_to() {
         let fleet = Fleet::new(FrontConfig::default(), &PolicyConfig { index_bytes: 1 << 20, ..PolicyConfig::default() });
         let engine = |port| EngineConfig::new(format!("http://127.0.0.1:{port}").parse().unwrap(), EngineKind::Vllm);
-        let engines = fleet.set_engines(vec![engine(1), engine(2)]);
+        let engines = fleet.set_engines(vec![engine(1), engine(2)]).fresh;
         let block_size = BlockSize::new(2).unwrap();
         let mut batch = KvEventBatch { sequence: 0, timestamp_s: 1.0, events: Vec::new(), dp_rank: None };
         let stored = |parent, hashes: &[u64]| KvEvent::Stored {

@@ -67,10 +67,10 @@ async fn pass(shared: &Shared, head: &Parts, body: Body) -> Result<Response, Ref
     if fleet.stage() != Stage::Serving {
         return Err(Refusal::Draining);
     }
-    let bytes = read_body(body, &fleet.front).await?;
+    let bytes = read_body(body, &fleet.front()).await?;
     let (mut model, mut rewritten) = (None, None);
     if let Ok(mut object) = serde_json::from_slice::<RawObject>(&bytes) {
-        let stripped = reserved::stripped(fleet.front.client_chat_template).filter(|field| object.remove(field)).count();
+        let stripped = reserved::stripped(fleet.front().client_chat_template).filter(|field| object.remove(field)).count();
         let hidden = ["cache_salt", "priority"].into_iter().filter(|field| object.remove(field)).count();
         model = object.read::<String>("model").ok().flatten();
         rewritten = (stripped + hidden > 0).then(|| object.to_vec());
@@ -122,7 +122,7 @@ async fn send(shared: &Shared, engine: &Engine, head: &Parts, body: &Bytes) -> R
     let request = upstream::request(method, engine.url().join(path), engine.config.key()).body(Full::new(body.clone()));
     let Ok(mut request) = request else { return Ok(None) };
     copy_headers(&head.headers, request.headers_mut(), &TO_ENGINE);
-    let limit = shared.fleet.front.request_timeout;
+    let limit = shared.fleet.front().request_timeout;
     let answer = match timeout(limit, shared.fleet.upstream.forward(request)).await {
         Ok(Ok(answer)) => answer,
         // What takes so long here would take as long elsewhere.
@@ -134,7 +134,7 @@ async fn send(shared: &Shared, engine: &Engine, head: &Parts, body: &Bytes) -> R
         }
     };
     let (parts, body) = answer.into_parts();
-    let mut response = Response::new(bounded(body, shared.fleet.front.stall_timeout));
+    let mut response = Response::new(bounded(body, shared.fleet.front().stall_timeout));
     *response.status_mut() = parts.status;
     copy_headers(&parts.headers, response.headers_mut(), &TO_CLIENT);
     Ok(Some(response))

@@ -135,8 +135,8 @@ impl Speeds {
     }
 
     /// Only engines with places before `count` are left.
-    pub(crate) fn truncate(&mut self, count: usize) {
-        self.engines.retain(|id, _| id.index() < count);
+    pub(crate) fn forget(&mut self, gone: &[ReplicaId]) {
+        self.engines.retain(|id, _| !gone.contains(id));
         self.pools.retain(|like, _| self.engines.values().any(|(other, _)| other == like));
     }
 }

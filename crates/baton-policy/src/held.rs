@@ -84,6 +84,12 @@ impl Held {
         self.waiting.first_key_value().is_some_and(|((first, _), _)| *first <= priority)
     }
 
+    /// The classes are others from here on: what was learnt of each is forgotten, and those who were told to come back are no longer expected.
+    pub(crate) fn forget_classes(&mut self) {
+        (self.entering, self.offered_ms, self.next_return, self.stretch) = Default::default();
+        self.due.clear();
+    }
+
     /// Moves the rates to `now`.
     pub(crate) fn advance(&mut self, now: Time) {
         let elapsed = now.since(self.at).as_ms();

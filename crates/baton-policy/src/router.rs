@@ -527,6 +527,34 @@ impl Router {
         self.config.policy
     }
 
+    /// Goes by another configuration from the next request on: rule, weights, classes and the queue's bound. What memory was laid out for
+    /// at the start stays as it was: the index and its keys, the decisions that are kept, and who is given quiet.
+    pub fn reconfigure(&mut self, config: RouterConfig) {
+        let RouterConfig {
+            policy,
+            held_max,
+            classes,
+            bind_within,
+            belief_lifetime: _,
+            index_bytes: _,
+            copies,
+            decisions_kept: _,
+            quiet_from: _,
+            weights,
+            model: _,
+        } = config;
+        let bounds = |classes: &[PriorityClass]| classes.iter().map(|class| class.from).collect::<Vec<_>>();
+        if bounds(&classes) != bounds(&self.config.classes) {
+            // What was seen of a class says nothing of another one that has its place now.
+            self.held.forget_classes();
+        }
+        let shed = |class: &PriorityClass| self.sheds().find_map(|(old, count)| (old.name == class.name).then_some(count));
+        self.sheds = classes.iter().map(|class| shed(class).unwrap_or(0)).collect();
+        (self.config.held_max, self.config.classes, self.config.bind_within) = (held_max, classes, bind_within);
+        (self.config.copies, self.config.weights) = (copies, weights);
+        self.set_policy(policy);
+    }
+
     /// Forgets the index and all that was learnt, as between compared runs; requests in flight stay booked.
     pub fn reset(&mut self) {
         self.keep_books();

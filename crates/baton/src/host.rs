@@ -54,6 +54,21 @@ impl StopSignals {
     }
 }
 
+/// The signal that asks a server to read its configuration again.
+pub(crate) struct HangUps(Signal);
+
+impl HangUps {
+    pub(crate) fn new() -> Result<Self> {
+        signal(SignalKind::hangup()).map(Self).context("signals cannot be watched")
+    }
+
+    pub(crate) async fn next(&mut self) {
+        if self.0.recv().await.is_none() {
+            std::future::pending().await
+        }
+    }
+}
+
 /// Bytes that new processes can take without swapping.
 pub(crate) fn memory_available() -> u64 {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();

@@ -1,4 +1,4 @@
-//! `baton serve`: a gateway in front of engines that run already, and `baton check-config`.
+//! `baton serve`: a gateway in front of engines that run already, and `baton check-config`. SIGHUP makes a gateway read its file again.
 
 use std::{
     fs,
@@ -7,7 +7,7 @@ use std::{
 };
 
 use anyhow::Result;
-use baton_gateway::{ConfigError, GatewayConfig};
+use baton_gateway::{ConfigError, Gateway, GatewayConfig, Reloaded};
 use clap::Args;
 use tokio::net::TcpListener;
 
@@ -42,8 +42,11 @@ pub(crate) fn run(args: &ServeArgs) -> Result<()> {
         print(&baton_gateway::skeleton());
         return Ok(());
     };
-    let config = GatewayConfig::from_toml(&read(path)?).map_err(|error| BadInput(format!("{}: {error}", path.display())))?;
-    serve(config, args.tokenizer.as_deref())
+    serve(path, load(path)?, args.tokenizer.as_deref())
+}
+
+fn load(path: &Path) -> Result<GatewayConfig, BadInput> {
+    GatewayConfig::from_toml(&read(path)?).map_err(|error| BadInput(format!("{}: {error}", path.display())))
 }
 
 /// Tells every mistake, one a line.
@@ -75,12 +78,37 @@ fn print(text: &str) {
 }
 
 #[tokio::main]
-async fn serve(config: GatewayConfig, tokenizer: Option<&str>) -> Result<()> {
+async fn serve(path: &Path, config: GatewayConfig, tokenizer: Option<&str>) -> Result<()> {
     let tokenizer = tokenizer.map(read_tokenizer).transpose()?.map(Arc::new);
     let listener = TcpListener::from_std(host::listen(config.gateway.bind, "change [gateway] bind")?)?;
     let mut signals = host::StopSignals::new()?;
+    let mut hang_ups = host::HangUps::new()?;
     announce(&listener)?;
-    Ok(baton_gateway::serve(config, listener, tokenizer, async move { signals.next().await }).await?)
+    let gateway = Gateway::new(config, tokenizer)?;
+    let served = gateway.serve(listener, async move { signals.next().await });
+    let reloading = async {
+        loop {
+            hang_ups.next().await;
+            reload(&gateway, path);
+        }
+    };
+    tokio::select! {
+        served = served => Ok(served?),
+        () = reloading => Ok(()),
+    }
+}
+
+/// A mistake in the file changes nothing.
+fn reload(gateway: &Gateway, path: &Path) {
+    match load(path).and_then(|config| gateway.reload(config).map_err(|error| BadInput(error.to_string()))) {
+        Ok(Reloaded { engines_started, engines_gone, at_next_start }) => {
+            tracing::info!(engines_started, engines_gone, "the configuration was read again");
+            if !at_next_start.is_empty() {
+                tracing::warn!(options = at_next_start.join(", "), "these take effect when the gateway starts again");
+            }
+        }
+        Err(error) => tracing::error!(%error, "the configuration is not taken; all goes on as before"),
+    }
 }
 
 #[allow(clippy::print_stdout, reason = "who starts a gateway reads its address here")]

@@ -76,7 +76,7 @@ impl Rounds {
 
 impl Fleet {
     /// Looks after the fleet for as long as the gateway runs.
-    pub(crate) async fn keep_balance(&self, config: &MovesConfig) {
+    pub(crate) async fn keep_balance(&self) {
         let mut ticks = tokio::time::interval(EVERY);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
@@ -86,7 +86,7 @@ impl Fleet {
                 () = self.arrived.notified() => {}
             }
             self.tell_peers();
-            self.balance(config);
+            self.balance(&self.moves());
             self.note_drained();
         }
     }

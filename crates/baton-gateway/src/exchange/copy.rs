@@ -117,7 +117,7 @@ fn prefix(admitted: &Admitted, copy: &PrefixCopy) -> Option<Tokens> {
 }
 
 async fn take_over(fleet: Arc<Fleet>, copy: PrefixCopy, number: u64, told: oneshot::Receiver<MoveRecord>) {
-    let limit = fleet.front.first_token_timeout;
+    let limit = fleet.front().first_token_timeout;
     let waits = Waits { fleet: fleet.clone(), number };
     let done = tokio::select! {
         told = timeout(limit, told) => matches!(told, Ok(Ok(MoveRecord { outcome: MoveOutcome::Moved, .. }))),
@@ -143,7 +143,7 @@ fn start(fleet: &Fleet, admitted: &Admitted, copy: &PrefixCopy) -> Option<Attemp
 }
 
 async fn carry(fleet: Arc<Fleet>, copy: PrefixCopy, mut attempt: Attempt) {
-    let limit = fleet.front.first_token_timeout;
+    let limit = fleet.front().first_token_timeout;
     let done = tokio::select! {
         arrived = timeout(limit, poll_fn(|context| attempt.poll_next(context))) => {
             matches!(arrived, Ok(Arrived::Answer { head: Head { status: StatusCode::OK, .. }, .. }))

@@ -64,7 +64,7 @@ fn what_is_damaged_or_foreign_is_refused() {
 fn fleet(folder: &Folder) -> (Arc<Fleet>, Arc<Engine>) {
     let policy = PolicyConfig { index_snapshot: Some(folder.file()), ..PolicyConfig::default() };
     let fleet = Arc::new(Fleet::new(FrontConfig::default(), &policy));
-    let engines = fleet.set_engines(vec![EngineConfig::new("http://127.0.0.1:9000".parse().unwrap(), EngineKind::Baton)]);
+    let engines = fleet.set_engines(vec![EngineConfig::new("http://127.0.0.1:9000".parse().unwrap(), EngineKind::Baton)]).fresh;
     (fleet, engines[0].clone())
 }
 

@@ -79,7 +79,7 @@ async fn an_engines_own_complaint_reaches_the_client_as_it_is() {
 async fn reserved_fields_and_credentials_do_not_reach_the_engine() {
     let mut engine = FakeEngine::start().await;
     let mut config = config(&[&engine]);
-    config.engines[0].key = Some("engine-key".into());
+    config.engines[0].key = Some(baton_gateway::Secret::new("engine-key"));
     let front = Front::with(config).await;
     let body = r#"{"model":"smollm2-135m","messages":[],"stream":true,"kv_transfer_params":{"a":1},"request_id":"r","cache_salt":"s","priority":-9,"chat_template":"{{ x }}","custom":{"kept":1.50}}"#;
     let headers = [("authorization", "Bearer client-secret"), ("x-request-id", "mine"), ("x-data-parallel-rank", "1")];

@@ -5,5 +5,6 @@ mod connections;
 mod copies;
 mod front_door;
 mod kv_events;
+mod reload;
 mod streams;
 mod support;
