@@ -254,7 +254,7 @@ mod tests {
         let mut speeds = Speeds::default();
         speeds.blend(ReplicaId(1), group("b"), measured(1.0, 100, at(0)), at(0));
         assert_eq!(speeds.blend(ReplicaId(0), group("a"), measured(2.0, 1, at(0)), at(1)).per_token_s, 2.0);
-        speeds.truncate(1);
+        speeds.forget(&[ReplicaId(1)]);
         assert_eq!((speeds.engines.len(), speeds.pools.len()), (1, 1));
     }
 

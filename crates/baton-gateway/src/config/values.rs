@@ -1,6 +1,6 @@
 //! How values are written in the file.
 
-use std::{env, fmt, fs, path::PathBuf};
+use std::{env, fmt, fs};
 
 use serde::{Deserialize, Deserializer};
 
@@ -8,26 +8,6 @@ use serde::{Deserialize, Deserializer};
 /// itself holds no secret. It is never printed.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(String);
-
-#[derive(Deserialize)]
-#[serde(untagged, expecting = "a key is text, { env = \"NAME\" } or { file = \"PATH\" }")]
-enum Source {
-    Text(String),
-    Env(FromEnv),
-    File(FromFile),
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct FromEnv {
-    env: String,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct FromFile {
-    file: PathBuf,
-}
 
 impl Secret {
     pub fn new(text: impl Into<String>) -> Self {
@@ -48,22 +28,28 @@ impl fmt::Debug for Secret {
 
 impl<'de> Deserialize<'de> for Secret {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let text = match Source::deserialize(deserializer)? {
-            Source::Text(text) => text,
-            Source::Env(FromEnv { env: name }) => {
-                let unset = |_| serde::de::Error::custom(format!("the environment variable {name} is not set, or no text; set it"));
-                env::var(&name).map_err(unset)?
-            }
-            Source::File(FromFile { file }) => {
-                let unreadable = |error| serde::de::Error::custom(format!("the key's file {} cannot be read: {error}", file.display()));
-                // Editors end a file with a line break.
-                fs::read_to_string(&file).map_err(unreadable)?.trim_end_matches(['\r', '\n']).to_owned()
-            }
-        };
+        let text = resolve(&toml::Value::deserialize(deserializer)?).map_err(serde::de::Error::custom)?;
         if text.is_empty() {
             return Err(serde::de::Error::custom("a key has at least one character"));
         }
         Ok(Self(text))
+    }
+}
+
+/// The key that a value of the file names; what is wrong never tells the value.
+fn resolve(value: &toml::Value) -> Result<String, String> {
+    if let Some(text) = value.as_str() {
+        return Ok(text.to_owned());
+    }
+    let source = value.as_table().filter(|table| table.len() == 1).and_then(|table| table.iter().next());
+    match source.and_then(|(kind, place)| Some((kind.as_str(), place.as_str()?))) {
+        Some(("env", name)) => env::var(name).map_err(|_| format!("the environment variable {name} is not set, or no text; set it")),
+        Some(("file", path)) => {
+            let text = fs::read_to_string(path).map_err(|error| format!("the key's file {path} cannot be read: {error}"))?;
+            // Editors end a file with a line break.
+            Ok(text.trim_end_matches(['\r', '\n']).to_owned())
+        }
+        Some(_) | None => Err("a key is text, { env = \"NAME\" } or { file = \"PATH\" }".to_owned()),
     }
 }
 
