@@ -85,7 +85,7 @@ impl Gateway {
     }
 
     /// Goes on under another configuration, without a stream that ends for it.
-    pub fn reload(&self, config: GatewayConfig) -> Result<Reloaded, ConfigError> {
+    pub fn reload(&self, config: &GatewayConfig) -> Result<Reloaded, ConfigError> {
         config.check()?;
         let mut current = self.shared.config.lock().unwrap_or_else(PoisonError::into_inner);
         let (config, at_next_start) = current.replaced_by(config);

@@ -64,7 +64,7 @@ impl HangUps {
 
     pub(crate) async fn next(&mut self) {
         if self.0.recv().await.is_none() {
-            std::future::pending().await
+            std::future::pending::<()>().await;
         }
     }
 }

@@ -100,7 +100,7 @@ async fn serve(path: &Path, config: GatewayConfig, tokenizer: Option<&str>) -> R
 
 /// A mistake in the file changes nothing.
 fn reload(gateway: &Gateway, path: &Path) {
-    match load(path).and_then(|config| gateway.reload(config).map_err(|error| BadInput(error.to_string()))) {
+    match load(path).and_then(|config| gateway.reload(&config).map_err(|error| BadInput(error.to_string()))) {
         Ok(Reloaded { engines_started, engines_gone, at_next_start }) => {
             tracing::info!(engines_started, engines_gone, "the configuration was read again");
             if !at_next_start.is_empty() {

@@ -1,6 +1,6 @@
 //! What no gateway could work with.
 
-use std::{collections::BTreeSet, time::Duration};
+use std::{collections::BTreeSet, fmt, time::Duration};
 
 use baton_policy::PriceWeights;
 use baton_units::ReplicaId;
@@ -29,8 +29,8 @@ impl GatewayConfig {
 }
 
 impl Check {
-    fn refuse(&mut self, option: impl Into<String>, value: impl ToString, want: &str) {
-        self.faults.push(Fault { line: None, option: option.into(), what: format!("{}: {want}", value.to_string()) });
+    fn refuse(&mut self, option: impl Into<String>, value: impl fmt::Display, want: &str) {
+        self.faults.push(Fault { line: None, option: option.into(), what: format!("{value}: {want}") });
     }
 
     fn positive(&mut self, option: impl Into<String>, value: u64) {

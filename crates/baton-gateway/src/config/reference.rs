@@ -89,11 +89,8 @@ impl Section {
     fn default_of(&self, defaults: &toml::Table, name: &str) -> Option<String> {
         let mut table = defaults;
         for step in self.path.split('.') {
-            table = match table.get(step)? {
-                toml::Value::Table(inner) => inner,
-                toml::Value::Array(elements) => elements.first()?.as_table()?,
-                _ => return None,
-            };
+            let value = table.get(step)?;
+            table = value.as_array().and_then(|elements| elements.first()).unwrap_or(value).as_table()?;
         }
         table.get(name).map(ToString::to_string)
     }

@@ -15,7 +15,7 @@ pub struct Reloaded {
 
 impl GatewayConfig {
     /// The new configuration as far as a running gateway can take it, and the options whose change has to wait.
-    pub(crate) fn replaced_by(&self, new: Self) -> (Self, Vec<&'static str>) {
+    pub(crate) fn replaced_by(&self, new: &Self) -> (Self, Vec<&'static str>) {
         let (old_front, old_policy) = (&self.gateway, &self.policy);
         let kept = Self {
             gateway: FrontConfig {

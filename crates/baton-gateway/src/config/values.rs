@@ -75,6 +75,7 @@ pub(super) mod some_duration {
 
     use serde::{Deserializer, Serializer};
 
+    #[allow(clippy::ref_option, reason = "serde hands fields over so")]
     pub(in super::super) fn serialize<S: Serializer>(span: &Option<Duration>, serializer: S) -> Result<S::Ok, S::Error> {
         match span {
             Some(span) => super::duration::serialize(span, serializer),
@@ -115,6 +116,7 @@ pub(super) mod size {
         Text(String),
     }
 
+    #[allow(clippy::trivially_copy_pass_by_ref, reason = "serde hands fields over so")]
     pub(in super::super) fn serialize<S: Serializer>(bytes: &usize, serializer: S) -> Result<S::Ok, S::Error> {
         let (unit, factor) = UNITS.into_iter().find(|(_, factor)| bytes.is_multiple_of(*factor) && *bytes >= *factor).unwrap_or(("B", 1));
         serializer.collect_str(&format_args!("{}{unit}", bytes / factor))
