@@ -96,11 +96,15 @@ fn a_hundred_random_moves_change_no_byte_of_any_answer() {
     let kinds = asks(&fleet, 0).len();
     let (asked, computed) = (AtomicUsize::new(0), AtomicUsize::new(0));
     let moved: Vec<AtomicUsize> = (0..kinds).map(|_| AtomicUsize::new(0)).collect();
-    let moves = || moved.iter().map(|moves| moves.load(Ordering::Relaxed)).sum::<usize>();
+    // Which of them find room and time to move depends on the machine.
+    let enough = || {
+        let counts: Vec<usize> = moved.iter().map(|moves| moves.load(Ordering::Relaxed)).collect();
+        counts.iter().sum::<usize>() >= MOVES && counts.iter().all(|moves| *moves > 0)
+    };
     let lane = || {
         loop {
             let number = asked.fetch_add(1, Ordering::Relaxed);
-            if moves() >= MOVES && number >= kinds {
+            if enough() {
                 return;
             }
             assert!(number < ASKS_MAX, "only {moved:?} moves");
@@ -117,7 +121,6 @@ fn a_hundred_random_moves_change_no_byte_of_any_answer() {
     };
     std::thread::scope(|scope| (0..LANES).for_each(|_| drop(scope.spawn(lane))));
     fleet.until_at_rest();
-    assert!(moved.iter().all(|moves| moves.load(Ordering::Relaxed) > 0), "each kind moved: {moved:?}");
     // *One owner*: no token of the answers was computed twice.
     let generated: u64 = fleet.replicas.iter().map(|replica| counter(replica, "vllm:generation_tokens_total")).sum();
     assert_eq!(generated, computed.into_inner() as u64);
