@@ -55,12 +55,12 @@ fn every_mistake_of_a_configuration_is_named() {
         (output.status.code(), String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
     };
     let name = path.display().to_string();
-    let (code, _, stderr) = check("[gateway]\nattemps = 3\n\n[polcy]\nseed = 1\n");
-    let told: Vec<&str> = stderr.lines().collect();
-    assert_eq!(code, Some(2), "{stderr}");
-    assert_eq!(told[0], format!("baton: {name}: line 2: gateway.attemps = unknown; did you mean attempts?"));
-    assert_eq!(told[1], format!("baton: {name}: line 4: polcy = unknown; did you mean policy?"));
-    assert!(told.len() == 3 && told[2].contains("no [[engines]]"), "{stderr}");
+    let (code, stdout, stderr) = check("[gateway]\nattemps = 3\n\n[polcy]\nseed = 1\n");
+    let told: Vec<&str> = stdout.lines().collect();
+    assert_eq!((code, stderr), (Some(2), format!("baton: {name}: mistakes to mend: 3\n")));
+    assert_eq!(told[0], format!("{name}: line 2: gateway.attemps = unknown; did you mean attempts?"));
+    assert_eq!(told[1], format!("{name}: line 4: polcy = unknown; did you mean policy?"));
+    assert!(told.len() == 3 && told[2].contains("no [[engines]]"), "{stdout}");
     let skeleton = String::from_utf8(run(&["serve", "--print-config"]).stdout).unwrap();
     assert_eq!(check(&skeleton), (Some(0), format!("{name}: 1 engines, policy price\n"), String::new()));
     std::fs::remove_file(&path).unwrap();
