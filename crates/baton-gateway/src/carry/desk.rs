@@ -306,6 +306,13 @@ impl Desk {
     pub(crate) fn end(&mut self, number: u64, now: Time) {
         let Some(sequence) = self.sequences.get_mut(&number).filter(|sequence| !sequence.ended) else { return };
         sequence.ended = true;
+        self.leave(number, now);
+        self.tell(OwnersInput::End { sequence: number }, now);
+    }
+
+    /// There is nothing left of a sequence that could move: it no longer counts as its request's, which may have others that run on.
+    fn leave(&mut self, number: u64, now: Time) {
+        let Some(sequence) = self.sequences.get_mut(&number) else { return };
         let (request, moving) = (sequence.request, sequence.moving.take());
         if let Some(numbers) = self.requests.get_mut(&request) {
             numbers.retain(|other| *other != number);
@@ -318,7 +325,6 @@ impl Desk {
         } else if let Some(journey) = self.journeys.get_mut(&request) {
             journey.left.retain(|other| *other != number);
         }
-        self.tell(OwnersInput::End { sequence: number }, now);
         self.go_on_with(request, now);
     }
 
@@ -506,7 +512,10 @@ impl Desk {
                     self.effects.push(Effect::Trusted { replica: link.replica });
                 }
             }
-            OwnersOutput::Forgotten { sequence } => _ = self.sequences.remove(&sequence),
+            OwnersOutput::Forgotten { sequence } => {
+                self.leave(sequence, now);
+                self.sequences.remove(&sequence);
+            }
         }
     }
 
@@ -516,6 +525,7 @@ impl Desk {
         sequence.lost_by = None;
         let arrived = sequence.moving.take_if(|moving| moving.committed);
         sequence.last_entry_at = Some(now);
+        let finished = matches!(entry, OutputEntry::Finish(_));
         sequence.say(RunEvent::Entry(entry));
         if let Some(mut moving) = arrived {
             moving.record.gap_ms = moving.last_before.map(|before| now.since(before).as_ms());
@@ -523,6 +533,9 @@ impl Desk {
             let outcome = if outcome == MoveOutcome::Continued { outcome } else { MoveOutcome::Moved };
             self.close(request, moving, outcome, None, now);
             self.go_on_with(request, now);
+        }
+        if finished {
+            self.leave(number, now);
         }
     }
 

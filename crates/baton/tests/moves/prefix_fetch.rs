@@ -62,7 +62,15 @@ fn unfetched(fleet: &Fleet, prompts: &Prompts) -> Answer {
     answer
 }
 
+/// On a machine that is slow just then a request may wait too long for its prefix, and go on without: then it is all done again.
+const ROUNDS: usize = 8;
+
 fn is_fetched(make: &Make, prompts: &Prompts) {
+    let fetched = (0..ROUNDS).any(|_| is_fetched_in_time(make, prompts));
+    assert!(fetched, "no prefix came in time in {ROUNDS} rounds");
+}
+
+fn is_fetched_in_time(make: &Make, prompts: &Prompts) -> bool {
     let fleet = make.fleet(2);
     let alone = unfetched(&fleet, prompts);
     let (answer, holder) = asks_again(&fleet, prompts);
@@ -70,12 +78,18 @@ fn is_fetched(make: &Make, prompts: &Prompts) {
     assert_eq!(answer, alone, "the same bits");
     let fetches: Vec<Value> = fleet.moves().into_iter().filter(|one| one["kind"] == "fetch").collect();
     let [fetch] = &fetches[..] else { panic!("one fetch was to be, and {fetches:?} were") };
-    assert_eq!((&fetch["outcome"], &fetch["from"]), (&json!("moved"), &json!(format!("r{holder}"))), "{fetch}");
-    assert!(fetch["bytes_sent"].as_u64() > Some(0), "{fetch}");
+    assert_eq!(fetch["from"], json!(format!("r{holder}")), "{fetch}");
     let (decision, own) = latest_decision(&fleet);
     assert!(own["fetch"]["tokens"].as_u64() > Some(0), "{decision}");
-    assert_eq!(decision["realised"]["cached_tokens"], own["hit_tokens"], "what was fetched is found: {decision}");
     fleet.until_at_rest();
+    if fetch["outcome"] == "ended" {
+        assert!(fetch["took_ms"].as_f64() > fetch["expected_ms"].as_f64(), "{fetch}");
+        return false;
+    }
+    assert_eq!(fetch["outcome"], "moved", "{fetch}");
+    assert!(fetch["bytes_sent"].as_u64() > Some(0), "{fetch}");
+    assert_eq!(decision["realised"]["cached_tokens"], own["hit_tokens"], "what was fetched is found: {decision}");
+    true
 }
 
 #[test]

@@ -269,6 +269,44 @@ fn choices_of_a_request_leave_one_after_the_other_and_arrive_together() {
     assert!(bench.desk.is_movable(REQUEST));
 }
 
+/// A choice that has finished is let go of while another one runs on, and so moves.
+#[test]
+fn a_request_moves_with_those_of_its_choices_that_run() {
+    let mut bench = Bench::new(&["n", "n"]);
+    let sequences = [bench.start(0, 0), bench.start(0, 1)];
+    for sequence in sequences {
+        bench.output(0, sequence, 1, 0, token(40));
+    }
+    bench.output(0, sequences[0], 1, 1, OutputEntry::Finish(FinishReason::Length));
+    assert!(bench.desk.is_movable(REQUEST), "the other one is");
+    bench.say(0, sequences[0], ToGateway::Stopped { upto: Tag::ALL }, "");
+    bench.sent(0);
+    bench.desk.depart(decided(0, 1, MoveWay::Kv), None, bench.now).unwrap();
+    bench.move_over(sequences[1], 1, 1);
+    assert_eq!(bench.arrived(), [ReplicaId(1)]);
+    bench.desk.end(sequences[0], bench.now);
+    bench.output(1, sequences[1], 2, 2, OutputEntry::Finish(FinishReason::Length));
+    assert_eq!(bench.desk.check_departure(REQUEST, ReplicaId(0)), Err(NotMovable::NotCarried));
+}
+
+/// One that finishes while it is copied, and another that is to follow it.
+#[test]
+fn a_choice_that_finishes_on_its_way_does_not_keep_the_others() {
+    let mut bench = Bench::new(&["n", "n"]);
+    let sequences = [bench.start(0, 0), bench.start(0, 1)];
+    for sequence in sequences {
+        bench.output(0, sequence, 1, 0, token(40));
+    }
+    bench.sent(0);
+    let (tell, mut told) = oneshot::channel();
+    bench.desk.depart(decided(0, 1, MoveWay::Kv), Some(tell), bench.now).unwrap();
+    bench.output(0, sequences[0], 1, 1, OutputEntry::Finish(FinishReason::Length));
+    bench.say(0, sequences[0], ToGateway::Stopped { upto: Tag::ALL }, "");
+    let records = told.try_recv().unwrap();
+    assert_eq!(records.iter().map(|record| record.outcome).collect::<Vec<_>>(), [MoveOutcome::Ended]);
+    assert!(bench.desk.is_movable(REQUEST), "the other one is, another time");
+}
+
 #[test]
 fn a_request_that_goes_by_its_tokens_begins_anew_with_what_it_has() {
     let mut bench = Bench::new(&["n", "n"]);
