@@ -28,6 +28,8 @@ pub(crate) struct Fetch {
     pub(crate) ms: f64,
     /// Prefill where it does not come.
     pub(crate) recompute_ms: f64,
+    /// Of that, what it would take to compute what is brought.
+    pub(crate) saves_ms: f64,
 }
 
 /// The peer that has the most of the prompt being quoted, among those that read each other's KV.
@@ -98,7 +100,7 @@ impl Peers {
         }
         let PeerTerms { kv_bytes_per_token, latency_s, bytes_per_s, .. } = holder.terms;
         let ms = fetch_s(kv_bytes_per_token * tokens.as_f64(), latency_s, bytes_per_s, holder.flows) * 1e3;
-        Some(Fetch { from: holder.from, blocks: there.full_blocks(replica.spec.block_size), tokens, ms, recompute_ms: 0.0 })
+        Some(Fetch { from: holder.from, blocks: there.full_blocks(replica.spec.block_size), tokens, ms, recompute_ms: 0.0, saves_ms: 0.0 })
     }
 
     pub(crate) fn begin(&mut self, request: RequestId, from: ReplicaId) {

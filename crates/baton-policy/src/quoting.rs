@@ -153,7 +153,7 @@ impl Router {
         let fetch = if self.peers.holders.is_empty() || memory_wait > 0.0 { None } else { self.peers.quote(replica, arrival.prompt, hit) };
         let fetch = fetch.and_then(|fetch| {
             let after = self.scratch.last_prefill.ms(replica, arrival.prompt, hit + fetch.tokens);
-            (fetch.ms + after < prefill).then_some((Fetch { recompute_ms: prefill, ..fetch }, after))
+            (fetch.ms + after < prefill).then_some((Fetch { recompute_ms: prefill, saves_ms: prefill - after, ..fetch }, after))
         });
         let fetch = fetch.map(|(fetch, after)| {
             // It travels while others are computed.

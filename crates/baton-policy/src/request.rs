@@ -47,8 +47,11 @@ pub struct Placed {
 pub struct PrefixFetch {
     pub from: ReplicaId,
     pub blocks: Blocks,
-    /// What it is expected to take; after much more it is not worth waiting for.
+    /// What it is expected to take.
     pub takes: Duration,
+    /// What computing it takes. Whoever waits for it so long and computes it then has waited at most twice as long as was best (Karlin et
+    /// al., competitive snoopy caching), however wrong the expectation was.
+    pub saves: Duration,
 }
 
 /// The first `blocks` blocks of the request's prompt are worth having on `to` as well.

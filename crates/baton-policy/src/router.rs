@@ -729,12 +729,12 @@ impl Router {
 
     /// The request counts as one with the prefix there, until it is known not to come.
     fn book_fetch(&mut self, request: RequestId, fetch: &Fetch) -> PrefixFetch {
-        let Fetch { from, blocks, ms, recompute_ms, .. } = *fetch;
+        let Fetch { from, blocks, ms, recompute_ms, saves_ms, .. } = *fetch;
         let flight = self.flights.get_mut(&request).expect("it was just booked");
         flight.fetch = Some(Fetching { from, depth: flight.depth, prefill_ms: recompute_ms });
         flight.depth = blocks.0;
         self.peers.begin(request, from);
-        PrefixFetch { from, blocks, takes: Duration::from_ms(ms) }
+        PrefixFetch { from, blocks, takes: Duration::from_ms(ms), saves: Duration::from_ms(saves_ms) }
     }
 
     /// What was to be fetched for a request is there, or will not come; before the request starts.

@@ -135,13 +135,15 @@ fn a_fetch_is_placed_with_what_is_to_be_brought_and_shares_its_link() {
     let alone_s = fetch_s(BYTES * 4096.0, 1e-3, 25e9, 0);
     assert!((alone_s - 22.47e-3).abs() < 1e-5);
     let placed = place(&mut router, arrival(9, 4096, 4200));
-    let PrefixFetch { from, blocks, takes } = placed.fetch.unwrap();
+    let PrefixFetch { from, blocks, takes, saves } = placed.fetch.unwrap();
     assert_eq!((placed.replica, placed.copy, from, blocks), (IDLE, None, HOLDER, Blocks(256)));
     assert!((takes.as_secs_f64() - alone_s).abs() < 1e-6);
     let chosen = quotes(&router, 9).into_iter().find(|quote| quote.replica == IDLE).unwrap();
     assert_eq!(chosen.hit_tokens, Tokens(4096));
     assert!(chosen.terms.wait >= takes.as_secs_f64() * 1e3 - 1e-9, "it waits for what it fetches");
     let prefill_ms = step().prefill_ms(Tokens(104), Tokens(4096));
+    let saves_ms = step().prefill_ms(Tokens(4200), Tokens(0)) - prefill_ms;
+    assert!((saves.as_secs_f64() * 1e3 - saves_ms).abs() < 1e-6, "{saves:?}");
     assert!((chosen.terms.prefill - prefill_ms).abs() < 1e-9);
     // What is on its way is neither a source nor fetched twice by those who follow it there.
     place(&mut router, arrival(10, 4096, 4200));

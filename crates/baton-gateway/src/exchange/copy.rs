@@ -20,9 +20,6 @@ use crate::{
     upstream::{Arrived, Attempt, Expect},
 };
 
-/// A request waits so many times as long for its prefix as it was to take, and then computes it.
-const PATIENCE: u32 = 3;
-
 /// A prefix that a request waits for; dropped, nobody waits any more.
 pub(super) struct Fetching {
     /// Where the request is to run.
@@ -32,7 +29,7 @@ pub(super) struct Fetching {
 
 /// Has what the request lacks at its replica brought there; `None` where that cannot be, and the request need not wait.
 pub(super) fn fetch(fleet: &Arc<Fleet>, admitted: &Admitted, to: ReplicaId, fetch: PrefixFetch) -> Option<Fetching> {
-    let PrefixFetch { from, blocks, takes } = fetch;
+    let PrefixFetch { from, blocks, takes, saves } = fetch;
     if !admitted.exact {
         return None;
     }
@@ -50,7 +47,7 @@ pub(super) fn fetch(fleet: &Arc<Fleet>, admitted: &Admitted, to: ReplicaId, fetc
     let (number, told) = fleet.with_desk(|desk, now| desk.copy_prefix(order, now))?;
     let waits = Waits { fleet: fleet.clone(), number };
     let arrives = async move {
-        let told = timeout(takes * PATIENCE, told).await;
+        let told = timeout(saves, told).await;
         drop(waits);
         matches!(told, Ok(Ok(MoveRecord { outcome: MoveOutcome::Moved, .. })))
     };
