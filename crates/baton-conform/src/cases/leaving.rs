@@ -263,9 +263,10 @@ pub(super) async fn no_before_move(suite: &Suite) -> Checked {
     departure.gateway.tell(place, sequence, ToSeat::No { epoch, attempt: over }).await?;
     is_over(&mut departure, over).await?;
     let Departure { gateway, stream, target, .. } = &mut departure;
-    for attempt in [over, next] {
-        gateway.move_to(stream, attempt, target.place, &target.to()?).await?;
-    }
+    gateway.move_to(stream, over, target.place, &target.to()?).await?;
+    is_over(&mut departure, over).await?;
+    let Departure { gateway, stream, target, .. } = &mut departure;
+    gateway.move_to(stream, next, target.place, &target.to()?).await?;
     departure.comes_as(next).await?;
     departure.coming.say(&KvFrame::Refuse(Refusal::Other("no more".to_owned()))).await?;
     departure.stays(suite, &spec).await.map(drop)
