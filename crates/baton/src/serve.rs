@@ -59,7 +59,9 @@ pub(crate) fn check(args: &CheckArgs) -> Result<()> {
     match GatewayConfig::from_toml(&read(path)?) {
         Ok(config) => print(&format!("{name}: {} engines, policy {}\n", config.engines.len(), config.policy.name)),
         Err(ConfigError::Faults(faults)) => {
-            faults.iter().for_each(|fault| print(&format!("{name}: {fault}\n")));
+            for fault in &faults {
+                print(&format!("{name}: {fault}\n"));
+            }
             return Err(BadInput(format!("{name}: mistakes to mend: {}", faults.len())).into());
         }
         Err(error @ ConfigError::FleetKey(_)) => return Err(BadInput(format!("{name}: {error}")).into()),
