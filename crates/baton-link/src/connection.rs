@@ -9,13 +9,9 @@ use baton_wire::migration::{
     BlockHeader, ControlFrame, FrameError, HEADER_BYTES, KvFrame, MAC_BYTES, Opener, Sealer,
     handshake::{FleetKey, Hello, HelloError, PROOF_BYTES, Role, Side, Transcript, VERSION},
 };
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt, BufReader, BufWriter},
-    net::{
-        TcpStream,
-        tcp::{OwnedReadHalf, OwnedWriteHalf},
-    },
-};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader, BufWriter};
+
+use crate::stream::{ReadHalf, Stream, WriteHalf};
 
 /// Whoever connects and does not say who it is within this is not waited for.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -70,23 +66,23 @@ pub struct Raw<P = Vec<u8>> {
 /// The frames that come.
 #[derive(Debug)]
 pub struct FrameReader {
-    stream: BufReader<OwnedReadHalf>,
+    stream: BufReader<ReadHalf>,
     opener: Opener,
 }
 
 /// Where frames go out.
 #[derive(Debug)]
 pub struct FrameWriter {
-    stream: BufWriter<OwnedWriteHalf>,
+    stream: BufWriter<WriteHalf>,
     sealer: Sealer,
     sealed: Vec<u8>,
 }
 
-/// Connects to `host:port` and introduces both sides to each other, within `timeout` for all of it. `role` is what this side is on the
+/// Connects to `host:port`, over a Unix socket where a [`Listener`](crate::Listener) on this host has one for it, and introduces both sides to each other, within `timeout` for all of it. `role` is what this side is on the
 /// connection; the other one must be a replica.
 pub async fn dial(address: &str, identity: &Identity, role: Role, timeout: Duration) -> Result<Connection, ConnectionError> {
     let connect = async {
-        let connected = TcpStream::connect(address).await;
+        let connected = Stream::connect(address).await;
         let stream = connected.map_err(|error| ConnectionError::Unreachable { address: address.to_owned(), error })?;
         identity.introduce(stream, Side::Dialer, role).await
     };
@@ -112,16 +108,14 @@ impl Identity {
     }
 
     /// As a replica, introduces itself to who connected, which must be a `wanted`, and is waited for for 10 s.
-    pub async fn accept(&self, stream: TcpStream, wanted: Role) -> Result<Connection, ConnectionError> {
-        let introduced = tokio::time::timeout(PATIENCE, self.introduce(stream, Side::Listener, Role::Replica));
+    pub async fn accept(&self, stream: impl Into<Stream>, wanted: Role) -> Result<Connection, ConnectionError> {
+        let introduced = tokio::time::timeout(PATIENCE, self.introduce(stream.into(), Side::Listener, Role::Replica));
         let connection = introduced.await.map_err(|_| ConnectionError::Silent(PATIENCE))??;
         if connection.hello.role == wanted { Ok(connection) } else { Err(ConnectionError::Role(connection.hello.role)) }
     }
 
-    async fn introduce(&self, stream: TcpStream, side: Side, role: Role) -> Result<Connection, ConnectionError> {
-        // A token must not wait for the acknowledgement of the one before.
-        stream.set_nodelay(true)?;
-        let (read, write) = stream.into_split();
+    async fn introduce(&self, stream: Stream, side: Side, role: Role) -> Result<Connection, ConnectionError> {
+        let (read, write) = stream.split()?;
         let (mut read, mut write) = (BufReader::new(read), BufWriter::new(write));
         let mut hello = Hello { role, ..self.hello.clone() };
         getrandom::fill(&mut hello.nonce).map_err(ConnectionError::Random)?;
@@ -159,13 +153,13 @@ impl Identity {
     }
 }
 
-async fn send(write: &mut BufWriter<OwnedWriteHalf>, bytes: &[u8]) -> std::io::Result<()> {
+async fn send(write: &mut BufWriter<WriteHalf>, bytes: &[u8]) -> std::io::Result<()> {
     write.write_all(bytes).await?;
     write.flush().await
 }
 
 /// As it was sent, its length included.
-async fn read_hello(read: &mut BufReader<OwnedReadHalf>) -> Result<Vec<u8>, ConnectionError> {
+async fn read_hello(read: &mut BufReader<ReadHalf>) -> Result<Vec<u8>, ConnectionError> {
     let mut length = [0; 4];
     read.read_exact(&mut length).await?;
     let mut bytes = length.to_vec();

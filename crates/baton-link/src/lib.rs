@@ -6,10 +6,12 @@
 mod connection;
 mod fleet_key;
 mod listen;
+mod stream;
 
 pub use connection::{Connection, ConnectionError, FrameReader, FrameWriter, Identity, Raw, dial};
 pub use fleet_key::{FleetKeyError, read_fleet_key};
 pub use listen::listen;
+pub use stream::{Listener, Stream};
 
 #[cfg(test)]
 mod tests;

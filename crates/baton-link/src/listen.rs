@@ -1,22 +1,21 @@
 use std::{fmt::Display, sync::Arc, time::Duration};
 
-use tokio::{
-    net::{TcpListener, TcpStream},
-    sync::Semaphore,
-    task::JoinSet,
-};
+use tokio::{sync::Semaphore, task::JoinSet};
+
+use crate::{Listener, Stream};
 
 /// After the system gave no connection, as when it has no more file descriptors: asking again at once would only take its time.
 const AFTER_ERROR: Duration = Duration::from_millis(100);
 
 /// Serves what connects, `connections_max` at a time, for ever; more wait to be accepted. `what` they are is for the log. All of it ends
 /// when this is dropped.
-pub async fn listen<S, F, E>(listener: TcpListener, what: &'static str, connections_max: usize, serve: S)
+pub async fn listen<S, F, E>(listener: impl Into<Listener>, what: &'static str, connections_max: usize, serve: S)
 where
-    S: Fn(TcpStream) -> F,
+    S: Fn(Stream) -> F,
     F: Future<Output = Result<(), E>> + Send + 'static,
     E: Display + Send,
 {
+    let listener = listener.into();
     let places = Arc::new(Semaphore::new(connections_max));
     let mut connections = JoinSet::new();
     loop {

@@ -112,6 +112,27 @@ async fn blocks_come_with_their_bytes_beside_the_header() {
 }
 
 #[tokio::test]
+async fn who_is_on_the_same_host_is_reached_over_a_unix_socket_and_others_as_before() {
+    let tcp = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = tcp.local_addr().unwrap().to_string();
+    let listener = Listener::with_local(tcp).unwrap();
+    let (served, mut serving) = mpsc::unbounded_channel();
+    let serve = move |stream: Stream| {
+        served.send(matches!(stream, Stream::Local(_))).unwrap();
+        async move { replica(Some("secret")).accept(stream, Role::Source).await.map(drop) }
+    };
+    let listening = tokio::spawn(listen(listener, "test", 2, serve));
+    let source = replica(Some("secret"));
+    let dialed = dial(&address, &source, Role::Source, PATIENCE).await.unwrap();
+    assert_eq!((dialed.hello.place(), serving.recv().await), (PLACE, Some(cfg!(target_os = "linux"))));
+    // Whoever comes from elsewhere finds the address alone.
+    let stream = TcpStream::connect(&address).await.unwrap();
+    assert_eq!(serving.recv().await, Some(false));
+    drop(stream);
+    listening.abort();
+}
+
+#[tokio::test]
 async fn who_has_another_key_or_no_business_here_gets_no_connection() {
     let gateway = |secret| Identity::of_gateway(GATEWAY, key(secret));
     let (dialed, accepted) = connect(&gateway(Some("other")), Role::Gateway, replica(Some("secret")), Role::Gateway).await;
@@ -139,9 +160,10 @@ async fn more_connections_than_may_be_wait_for_one_to_end() {
     let socket = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = socket.local_addr().unwrap();
     let (served, mut serving) = mpsc::unbounded_channel();
-    let echo = move |mut stream: TcpStream| {
+    let echo = move |stream: Stream| {
         let served = served.clone();
         async move {
+            let Stream::Tcp(mut stream) = stream else { panic!("it listens over TCP alone") };
             let byte = stream.read_u8().await?;
             served.send(byte).unwrap();
             stream.read_u8().await.map(drop)

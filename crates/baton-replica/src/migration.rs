@@ -21,7 +21,7 @@ use std::{
 };
 
 use baton_engine::Numerics;
-use baton_link::Identity;
+use baton_link::{Identity, Listener};
 use baton_migration::Place;
 use baton_units::{Incarnation, ReplicaId};
 use baton_wire::{
@@ -63,7 +63,7 @@ pub enum MigrationError {
 pub(crate) struct Listeners {
     control: TcpListener,
     control_address: SocketAddr,
-    kv: TcpListener,
+    kv: Listener,
     kv_address: SocketAddr,
 }
 
@@ -102,6 +102,7 @@ impl Listeners {
         fault::arm()?;
         let (control, control_address) = bind(config.host, config.control_port).await?;
         let (kv, kv_address) = bind(config.host, config.kv_port).await?;
+        let kv = Listener::with_local(kv).map_err(|error| MigrationError::Bind { address: kv_address, error })?;
         Ok(Self { control, control_address, kv, kv_address })
     }
 }

@@ -5,13 +5,10 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 
-use baton_link::{Connection, ConnectionError, FrameReader, FrameWriter, Identity};
+use baton_link::{Connection, ConnectionError, FrameReader, FrameWriter, Identity, Stream};
 use baton_migration::{GatewayName, ToGateway};
 use baton_wire::migration::{ControlFrame, handshake::Role};
-use tokio::{
-    net::{TcpListener, TcpStream},
-    sync::mpsc,
-};
+use tokio::{net::TcpListener, sync::mpsc};
 
 use super::{
     actor::Input,
@@ -40,7 +37,7 @@ pub(super) async fn listen(listener: TcpListener, identity: Arc<Identity>, input
     baton_link::listen(listener, "control", CONNECTIONS_MAX, serve_next).await;
 }
 
-async fn serve(stream: TcpStream, identity: &Identity, id: ConnectionId, inputs: &mpsc::Sender<Input>) -> Result<(), ConnectionError> {
+async fn serve(stream: Stream, identity: &Identity, id: ConnectionId, inputs: &mpsc::Sender<Input>) -> Result<(), ConnectionError> {
     let Connection { hello, reader, writer } = identity.accept(stream, Role::Gateway).await?;
     let gateway = hello.gateway_name();
     let (frames, queue) = mpsc::channel(QUEUED_FRAMES);

@@ -7,7 +7,7 @@ use std::{
 };
 
 use baton_engine::{MoveRefusal, SequenceState};
-use baton_link::{Connection, ConnectionError, FrameReader, FrameWriter, Identity, Raw};
+use baton_link::{Connection, ConnectionError, FrameReader, FrameWriter, Identity, Listener, Raw, Stream};
 use baton_migration::{Place, RequestName, Tag};
 use baton_units::{Blocks, Tokens};
 use baton_wire::migration::{
@@ -15,7 +15,6 @@ use baton_wire::migration::{
     handshake::{Hello, Role},
 };
 use tokio::{
-    net::{TcpListener, TcpStream},
     sync::{mpsc, oneshot},
     task::JoinSet,
 };
@@ -73,7 +72,7 @@ impl From<std::io::Error> for TakeError {
 }
 
 /// Takes sources in for ever.
-pub(super) async fn listen(listener: TcpListener, identity: Arc<Identity>, engine: EngineHandle, inputs: mpsc::Sender<Input>) {
+pub(super) async fn listen(listener: Listener, identity: Arc<Identity>, engine: EngineHandle, inputs: mpsc::Sender<Input>) {
     let serve_next = |stream| {
         let (identity, engine, inputs) = (Arc::clone(&identity), engine.clone(), inputs.clone());
         async move { serve(stream, &identity, engine, inputs).await }
@@ -81,7 +80,7 @@ pub(super) async fn listen(listener: TcpListener, identity: Arc<Identity>, engin
     baton_link::listen(listener, "KV", CONNECTIONS_MAX, serve_next).await;
 }
 
-async fn serve(stream: TcpStream, identity: &Identity, engine: EngineHandle, inputs: mpsc::Sender<Input>) -> Result<(), TakeError> {
+async fn serve(stream: Stream, identity: &Identity, engine: EngineHandle, inputs: mpsc::Sender<Input>) -> Result<(), TakeError> {
     let Connection { hello, mut reader, mut writer } = identity.accept(stream, Role::Source).await?;
     let announced = tokio::time::timeout(PATIENCE, read_opening(&mut reader));
     let (opening, brings) = announced.await.map_err(|_| TakeError::Silent)??;
