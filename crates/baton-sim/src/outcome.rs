@@ -108,6 +108,11 @@ impl Outcome {
         sorted(self.requests.iter().filter_map(RequestOutcome::tpot_ms))
     }
 
+    /// Times from arrival to the last token in ms, sorted.
+    pub fn whole_ms(&self) -> Vec<f64> {
+        sorted(self.requests.iter().filter_map(|request| Some(request.finished?.as_ms() - request.arrived.as_ms())))
+    }
+
     pub fn ttft_percentile_ms(&self, share: f64) -> f64 {
         percentile(&self.ttft_ms(), share)
     }

@@ -21,12 +21,13 @@ fn main() {
     }
     let options = Options::from_args();
     println!(
-        "means of {} runs; TTFT and time per output token in ms; preempted: a run's; gap: nobody computes it, p50/p99 ms",
+        "means of {} runs; TTFT and time per output token in ms; whole: from arrival to the last token, in s; preempted: a run's; gap: nobody \
+         computes it, p50/p99 ms",
         options.seeds().len()
     );
     println!(
-        "{:<18} {:>6} {:<4} {:>6} {:>7} {:>7} {:>9} {:>9} {:>7} {:>7} {:>11}  moves by reason",
-        "rule", "rate/s", "loop", "p50", "p90", "p99", "tpot p99", "preempted", "moved", "stayed", "gap"
+        "{:<18} {:>6} {:<4} {:>6} {:>7} {:>7} {:>9} {:>11} {:>9} {:>9} {:>7} {:>7} {:>11}  moves by reason",
+        "rule", "rate/s", "loop", "p50", "p90", "p99", "tpot p99", "whole mean", "whole p99", "preempted", "moved", "stayed", "gap"
     );
     for policy in options.list::<PolicyName>("policies", "price,least-outstanding") {
         for rate in options.list::<f64>("rates", "30") {
@@ -117,11 +118,13 @@ fn print_row(policy: PolicyName, rate: f64, with: bool, outcomes: &[Outcome]) {
     }
     let [p50, p90, p99] = [0.5, 0.9, 0.99].map(|share| mean(&|outcome| outcome.ttft_percentile_ms(share)));
     let (tpot, preempted) = (mean(&|outcome| percentile(&outcome.tpot_ms(), 0.99)), mean(&|outcome| outcome.preemptions as f64));
+    let whole = |of: fn(&[f64]) -> f64| mean(&|outcome| of(&outcome.whole_ms()) / 1e3);
+    let (whole_mean, whole_p99) = (whole(|ms| ms.iter().sum::<f64>() / ms.len() as f64), whole(|ms| percentile(ms, 0.99)));
     let (moved, stayed) = (moves(|record| record.stayed.is_none()), moves(|record| record.stayed.is_some()));
     let gap = format!("{:.0}/{:.0}", percentile(&gaps, 0.5), percentile(&gaps, 0.99));
     let (policy, with) = (policy.to_string(), if with { "yes" } else { "no" });
     println!(
-        "{policy:<18} {rate:>6} {with:<4} {p50:>6.0} {p90:>7.0} {p99:>7.0} {tpot:>9.1} {preempted:>9.1} {moved:>7.1} {stayed:>7.1} {gap:>11}  {reasons:?}"
+        "{policy:<18} {rate:>6} {with:<4} {p50:>6.0} {p90:>7.0} {p99:>7.0} {tpot:>9.1} {whole_mean:>11.2} {whole_p99:>9.2} {preempted:>9.1} {moved:>7.1} {stayed:>7.1} {gap:>11}  {reasons:?}"
     );
     for outcome in outcomes {
         assert!(outcome.violations.is_empty(), "laws were broken: {:?}", outcome.violations);
