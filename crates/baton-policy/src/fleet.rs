@@ -3,7 +3,7 @@ use std::time::Duration;
 use baton_cost::{StepCoefficients, StepLoad};
 use baton_units::{Blocks, DurationMs, ReplicaId, RequestId, Time, Tokens};
 
-use crate::{Discipline, LoadReport, ReplicaSpec, ReplicaState, delay::Backlog, ledger::Ledger};
+use crate::{Discipline, LoadReport, ReplicaSpec, ReplicaState, delay::Backlog, ledger::Ledger, truth::Truth};
 
 /// Weight of the latest response in the mean.
 const RESPONSE_GAIN: f64 = 0.1;
@@ -101,6 +101,8 @@ pub(crate) struct Replica {
     pub(crate) private_blocks: u32,
     pub(crate) response_ms: f64,
     pub(crate) losses: Losses,
+    /// What reports of hits have shown of its events.
+    pub(crate) truth: Truth,
 }
 
 /// Expected work to compute again the first block that the replica would evict, the first two, and so on, where no other has them.
@@ -124,6 +126,7 @@ impl Replica {
             quiet: 0,
             private_blocks: 0,
             response_ms: 0.0,
+            truth: Truth::default(),
             losses: Losses::default(),
         }
     }

@@ -26,8 +26,6 @@ const LOSSES_AGE: Duration = Duration::from_millis(500);
 /// A ms of lateness beyond an objective weighs as much as this many within it: enough that the objective decides where it can, and what
 /// is alike by it is chosen as without one.
 const LATE_WEIGHT: f64 = 100.0;
-/// Chance that a hit is real on a replica whose events have a gap.
-const DOUBTFUL_HIT: f64 = 0.5;
 
 /// With fewer steps of freeness left the loop gives requests away: its own default threshold.
 const QUIET_STEPS: f64 = 48.0;
@@ -129,7 +127,7 @@ impl Router {
             let id = ReplicaId(place as u32);
             let depth = self.depth(id);
             let ready = self.replicas.get(id).is_some_and(|replica| replica.state == ReplicaState::Ready);
-            if !ready || !self.peers.is_better(id, depth) || self.index.doubtful(id) {
+            if !ready || !self.peers.is_better(id, depth) || self.credence(id) < 1.0 {
                 continue;
             }
             let Some(&end) = arrival.keys.get((depth - 1) as usize) else { continue };
@@ -144,8 +142,9 @@ impl Router {
         let replica = &self.replicas[id];
         let hit = replica.hit_tokens(self.depth(id), arrival.prompt);
         let mut prefill = self.scratch.last_prefill.ms(replica, arrival.prompt, hit);
-        if hit.0 > 0 && self.index.doubtful(id) {
-            prefill = DOUBTFUL_HIT * prefill + (1.0 - DOUBTFUL_HIT) * replica.prefill_ms(arrival.prompt, Tokens::ZERO);
+        let credence = if hit.0 > 0 { self.credence(id) } else { 1.0 };
+        if credence < 1.0 {
+            prefill = credence * prefill + (1.0 - credence) * replica.prefill_ms(arrival.prompt, Tokens::ZERO);
         }
         let backlog = replica.backlog();
         let (memory_wait, mut hit) = (self.memory_wait_ms(replica, arrival, now), hit);

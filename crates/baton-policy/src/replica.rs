@@ -2,6 +2,8 @@ use baton_cost::StepCoefficients;
 use baton_units::{BlockSize, Blocks, Incarnation, ReplicaId, Time, Tokens};
 use serde::{Deserialize, Serialize};
 
+use crate::Trust;
+
 /// What a replica says of itself when it joins.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ReplicaSpec {
@@ -71,5 +73,7 @@ pub struct ReplicaStatus {
     pub kv_blocks_indexed: u32,
     /// The index lacks events of this replica.
     pub index_doubtful: bool,
+    /// How far its events are believed, by what its engine reports of hits.
+    pub index_trust: Trust,
     pub report: Option<LoadReport>,
 }

@@ -8,7 +8,7 @@ use baton_units::{Blocks, DurationMs, Incarnation, ReplicaId, RequestId, Time, T
 
 use crate::{
     Arrival, DecisionRecord, FetchQuote, LoadReport, Outcome, PeerTerms, Placed, PolicyName, PrefixCopy, PrefixFetch, PriorityClass, Quote,
-    Realised, Reason, Refusal, ReplicaSpec, ReplicaState, ReplicaStatus, RouterConfig, Verdict,
+    Realised, Reason, Refusal, ReplicaSpec, ReplicaState, ReplicaStatus, RouterConfig, Trust, Verdict,
     chains::{ChainId, Chains},
     copies::Rents,
     decision::DecisionLog,
@@ -88,6 +88,9 @@ struct Choice {
     chosen: usize,
 }
 
+/// Of a hit on a replica whose events have a gap, or are on probation.
+const DOUBTFUL_HIT: f64 = 0.5;
+
 impl Choice {
     fn wait_ms(&self) -> f64 {
         self.quoted.candidates[self.chosen].terms.wait
@@ -107,6 +110,8 @@ pub(crate) struct Flight {
     prompt: Tokens,
     /// Blocks of the prompt believed to be there when it was sent.
     depth: u32,
+    /// Of these, leading ones that its engine had told of then.
+    told: u32,
     session: Option<u64>,
     sent_at: Time,
     progress: Progress,
@@ -583,6 +588,7 @@ impl Router {
                 kv_blocks_free: replica.blocks_free(self.index.blocks_pinned(replica.spec.id), now),
                 kv_blocks_indexed: self.index.blocks_held(replica.spec.id) as u32,
                 index_doubtful: self.index.doubtful(replica.spec.id),
+                index_trust: replica.truth.trust(now),
                 report: replica.report,
             })
             .collect()
@@ -892,6 +898,7 @@ impl Router {
             keys: arrival.keys.clone(),
             prompt: arrival.prompt,
             depth: self.depth(id),
+            told: self.told(id, &arrival.keys),
             session: arrival.session,
             sent_at: now,
             progress: Progress::Sent,
@@ -923,6 +930,7 @@ impl Router {
             keys: arrival.keys[..blocks].into(),
             prompt,
             depth: self.depth(to),
+            told: 0,
             session: None,
             sent_at: now,
             progress: Progress::Sent,
@@ -959,12 +967,40 @@ impl Router {
             return;
         }
         let (id, keys) = (flight.replica, flight.keys.clone());
-        let (depth, prompt) = (flight.depth, flight.prompt);
+        let (depth, told, prompt) = (flight.depth, flight.told, flight.prompt);
         let Some(replica) = live_replica(&mut self.replicas, flight).filter(|replica| replica.state != ReplicaState::Dead) else { return };
         let size = replica.spec.block_size;
         let believed = replica.hit_tokens(depth, prompt).full_blocks(size);
         let now = replica.ledger.at();
-        self.index.report_hit(id, &keys, believed.0 as usize, cached.full_blocks(size).0 as usize, now);
+        let found = cached.full_blocks(size).0;
+        let doubtful = self.index.doubtful(id);
+        if replica.truth.report(told.min(believed.0), found, doubtful, now) {
+            // Its events begin anew, with what its engine replays; the rest of the dropping is left to `take_in`.
+            self.index.begin_clear(id);
+            return;
+        }
+        self.index.report_hit(id, &keys, believed.0 as usize, found as usize, now);
+    }
+
+    /// Leading blocks of a match that the replica's engine itself told of.
+    fn told(&self, id: ReplicaId, keys: &[BlockKey]) -> u32 {
+        let depth = (self.depth(id) as usize).min(keys.len());
+        keys[..depth].partition_point(|key| self.index.confirmed(id, *key)) as u32
+    }
+
+    /// How far the replica's events are believed.
+    pub fn trust(&self, id: ReplicaId, now: Time) -> Trust {
+        self.replicas.get(id).map_or(Trust::Trusted, |replica| replica.truth.trust(now))
+    }
+
+    /// Chance that a hit is real on a replica, by what is known of its events and by what its engine reported.
+    pub(crate) fn credence(&self, id: ReplicaId) -> f64 {
+        let (doubtful, Some(replica)) = (self.index.doubtful(id), self.replicas.get(id)) else { return 1.0 };
+        match replica.truth.trust(replica.ledger.at()) {
+            Trust::Quarantined => 0.0,
+            Trust::Trusted if !doubtful || replica.truth.is_proven(doubtful) => 1.0,
+            Trust::Trusted | Trust::Probation => DOUBTFUL_HIT,
+        }
     }
 
     /// Lets go in the index of what the replica's engine must have evicted, unless the engine itself tells its evictions.

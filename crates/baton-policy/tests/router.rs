@@ -8,7 +8,7 @@ use baton_cost::{StepCoefficients, StepLoad};
 use baton_kv::{BlockKey, EngineHash, KeyDomain, KvEvent, KvEventBatch, Matched, Snapshot, SnapshotError, chain_keys};
 use baton_policy::{
     Arrival, Discipline, LoadReport, Outcome, PolicyName, PrefixCopy, PriceWeights, PriorityClass, Refusal, ReplicaSpec, ReplicaState,
-    Router, RouterConfig, Verdict,
+    Router, RouterConfig, Trust, Verdict,
 };
 use baton_units::{BlockSize, Blocks, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
 use proptest::prelude::*;
@@ -460,6 +460,62 @@ fn a_hit_counts_half_while_events_are_missing() {
     let (hit, miss) = (step().prefill_ms(Tokens(16), Tokens(3984)), step().prefill_ms(Tokens(4000), Tokens(0)));
     assert!((record.quotes[0].terms.prefill - f64::midpoint(hit, miss)).abs() < 1e-6);
     assert!(router.fleet(ms(300.0))[0].index_doubtful);
+}
+
+/// Its events are of another engine: none of what they tell is found.
+#[test]
+fn a_replica_whose_events_lie_is_priced_without_them_until_reports_bear_them_out() {
+    let batch = |sequence: u64| KvEventBatch {
+        sequence,
+        timestamp_s: sequence as f64,
+        events: vec![KvEvent::Stored {
+            hashes: keys(1, 1600).iter().map(|key| EngineHash(key.0)).collect(),
+            parent: None,
+            tokens: (0..1600).map(|place| 100_000 + place).collect(),
+            block_size: SIZE,
+            adapter: None,
+            salt: None,
+        }],
+        dp_rank: None,
+    };
+    let mut router = router(PolicyName::Price, OWN_ONLY, 1);
+    let (cold, warm) = (step().prefill_ms(Tokens(1610), Tokens(0)), step().prefill_ms(Tokens(10), Tokens(1600)));
+    let mut request = 0;
+    // The price that the next request is quoted, of which the engine then finds so much.
+    let mut priced = |router: &mut Router, found: u32, now: Time| {
+        request += 1;
+        router.place(arrival(request, 1, 1610), now);
+        let price = total_ms(router, request, 0);
+        router.cached_tokens(RequestId(request), Tokens(found));
+        router.take_in(ReplicaId(0), usize::MAX, now);
+        end(router, request, now);
+        price
+    };
+    let near = |a: f64, b: f64| (a - b).abs() < 1e-9;
+    let mut sequence = 0;
+    let mut tell = |router: &mut Router, now: Time| {
+        router.kv_events(ReplicaId(0), Incarnation(1), &batch(sequence), now);
+        sequence += 1;
+    };
+    tell(&mut router, ms(1.0));
+    let mut lies = 0;
+    while router.trust(ReplicaId(0), ms(2.0)) == Trust::Trusted {
+        assert!(near(priced(&mut router, 0, ms(2.0)), warm) && lies < 20);
+        lies += 1;
+        tell(&mut router, ms(2.0));
+    }
+    assert_eq!(router.trust(ReplicaId(0), ms(2.0)), Trust::Quarantined);
+    // Its events count from where its engine's replay begins.
+    router.kv_events(ReplicaId(0), Incarnation(1), &batch(0), ms(2.5));
+    assert!(near(priced(&mut router, 1600, ms(3.0)), cold), "it counts for nothing");
+    let later = ms(20_000.0);
+    assert_eq!(router.trust(ReplicaId(0), later), Trust::Probation);
+    assert!(near(priced(&mut router, 1600, later), 0.5 * (cold + warm)), "it counts half");
+    for _ in 0..8 {
+        priced(&mut router, 1600, later);
+    }
+    assert_eq!(router.trust(ReplicaId(0), later), Trust::Trusted);
+    assert!(near(priced(&mut router, 1600, later), warm));
 }
 
 #[test]

@@ -226,7 +226,10 @@ impl<'a> Simulation<'a> {
             Event::ReportDue { replica, incarnation } => self.send_report(replica, incarnation, now),
             Event::Report { replica, incarnation, report } => {
                 if self.replicas[replica].incarnation == incarnation {
-                    self.router.report(ReplicaId(replica as u32), report, now);
+                    let id = ReplicaId(replica as u32);
+                    self.router.report(id, report, now);
+                    // Where its events are not believed any more.
+                    self.router.take_in(id, usize::MAX, now);
                 }
             }
             Event::Die(replica) => self.die(replica, now),

@@ -90,10 +90,10 @@ impl Router {
     }
 
     /// Leading tokens of a request in flight whose KV a replica has in its cache, as far as the index knows: of its prompt alone. None of
-    /// them count on a replica whose events have a gap.
+    /// them count on a replica whose events have a gap or are not believed.
     pub fn cached(&self, request: RequestId, on: ReplicaId) -> Tokens {
         let (Some(flight), Some(replica)) = (self.flights.get(&request), self.replicas.get(on)) else { return Tokens::ZERO };
-        if self.index.doubtful(on) {
+        if self.credence(on) < 1.0 {
             return Tokens::ZERO;
         }
         let depth = self.index.matches(&flight.keys).get(on.index()).copied().unwrap_or(0);
@@ -199,6 +199,8 @@ impl Router {
         let mut depths = std::mem::take(&mut self.scratch.depths);
         self.index.matches_into(&flight.keys, &mut depths);
         flight.depth = depths.get(to.index()).copied().unwrap_or(0);
+        // What it finds there is a prompt and an output, of which nothing is reported.
+        flight.told = 0;
         self.scratch.depths = depths;
         let target = self.replicas.get_mut(to).expect("the target was just seen");
         target.advance(now);
