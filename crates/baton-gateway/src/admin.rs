@@ -106,6 +106,8 @@ fn replica(fleet: &Fleet, engine: &Engine, status: Option<&ReplicaStatus>) -> Va
         "kv_blocks_free": status.map(|status| status.kv_blocks_free),
         "kv_blocks_indexed": status.map(|status| status.kv_blocks_indexed),
         "index_doubtful": status.map(|status| status.index_doubtful),
+        "tokens": facts.tokens,
+        "index_trust": status.map(|status| status.index_trust),
         "kv_events": facts.kv_source.is_some(),
         "block_size": spec.map(|spec| spec.block_size),
         "max_model_len": spec.map(|spec| spec.max_model_len),

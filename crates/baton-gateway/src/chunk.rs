@@ -107,6 +107,15 @@ impl ClientView {
         Self { wishes, id, id_json, created: None, opened: BTreeSet::new() }
     }
 
+    pub(crate) fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// When the answer began, once that is known, in seconds since 1970.
+    pub(crate) fn created(&self) -> Option<u64> {
+        serde_json::from_str(self.created.as_ref()?.get()).ok()
+    }
+
     /// Whether a plain chunk needs no change but those that [`Plain::write`] makes: what attempts share is known and the same.
     pub(crate) fn knows(&self, plain: &Plain<'_>) -> bool {
         plain.created().is_none_or(|created| self.created.as_deref().is_some_and(|known| known.get().as_bytes() == created))

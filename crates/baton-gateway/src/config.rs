@@ -59,10 +59,12 @@ pub struct FrontConfig {
     /// Longest life of a request, waiting included. Higher: a forgotten client holds its place longer.
     #[serde(with = "values::duration")]
     pub request_timeout: Duration,
-    /// Longest silence of an engine after its first token, and longest time that a client may leave its stream unread. Higher: hangs are found later; lower: slow steps are taken for hangs.
+    /// Longest silence of an engine after its first token, and longest time that a client may leave its stream unread. An engine that gives nobody anything for four
+    /// times its longest silence so far, and four full steps, and 2 s, is taken for hung before that. Higher: hangs are found later; lower: slow steps are taken for hangs.
     #[serde(with = "values::duration")]
     pub stall_timeout: Duration,
-    /// Least time that an engine gets for its first token. Higher: hangs are found later.
+    /// Least time that an engine gets for its first token. Where it has given eight, and another replica is ready, four times the longest that one took are enough, and 2 s.
+    /// Higher: hangs are found later.
     #[serde(with = "values::duration")]
     pub first_token_timeout: Duration,
     /// An engine gets this many times the predicted time to the first token when that is longer.
@@ -89,6 +91,10 @@ pub struct FrontConfig {
     /// Stream non-streaming requests from engines that allow it and assemble the answer here, so that a failed attempt can be
     /// repeated and load is seen token by token.
     pub assemble: bool,
+    /// Whether a stream whose engine fails after its first token goes on at another one, from the tokens that its client has: `"exact"`, at
+    /// engines that compute the same bits (see `engines.numerics`); `"any"`, at any engine of the model, where the text may go on otherwise
+    /// than it would have; `"never"`, so that its client is told of the failure.
+    pub continue_streams: Continue,
     /// Let clients send `chat_template`. A template is a program that runs on the engine.
     pub client_chat_template: bool,
     /// Memory for the tokens of text that was seen before, at most; a third each for messages, for the text between special tokens, and
@@ -151,6 +157,19 @@ pub struct EngineConfig {
     /// are alike that are of one kind, serve the same models and have the same size.
     #[serde(default)]
     pub group: Option<String>,
+    /// Names what decides the bits of its answers: model, number formats, hardware and software. Engines of the same name go on with each
+    /// other's streams. Default: kind, the model's root and the engine's version, as it tells them; engines that differ in more need names.
+    #[serde(default)]
+    pub numerics: Option<String>,
+}
+
+/// Where a stream may go on that has lost its engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Continue {
+    Exact,
+    Any,
+    Never,
 }
 
 /// Where requests go.
@@ -249,6 +268,7 @@ impl Default for FrontConfig {
             receive_timeout: Duration::from_mins(1),
             idle_connections: 64,
             assemble: true,
+            continue_streams: Continue::Exact,
             client_chat_template: false,
             text_cache_bytes: 96 << 20,
             admin_bind: None,
@@ -329,6 +349,7 @@ impl EngineConfig {
             kv_replay: None,
             priorities: None,
             group: None,
+            numerics: None,
         }
     }
 
@@ -365,6 +386,11 @@ impl EngineKind {
 
     /// `return_token_ids` gives each chunk's token ids. Both engines also stream everything that an assembled answer needs.
     pub fn gives_token_ids(self) -> bool {
+        matches!(self, Self::Baton | Self::Vllm)
+    }
+
+    /// A prompt may be token ids, and their output's ids come back.
+    pub fn computes_tokens(self) -> bool {
         matches!(self, Self::Baton | Self::Vllm)
     }
 

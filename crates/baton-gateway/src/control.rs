@@ -4,17 +4,18 @@
 mod kv_events;
 mod prometheus;
 mod sighting;
+mod tokens;
 
 use std::{sync::Arc, time::Duration};
 
-use baton_policy::ReplicaSpec;
+use baton_policy::{ReplicaSpec, Trust};
 use baton_units::{Incarnation, Time};
 use tokio::task::JoinHandle;
 
 use crate::{
     carry::link::{self, Destination},
     config::EngineKind,
-    engine::{Engine, Health},
+    engine::{Agreement, Engine, Health},
     fleet::Fleet,
     snapshot::Former,
     speed::{self, Likeness},
@@ -30,6 +31,8 @@ const REPORT_EVERY: Duration = Duration::from_millis(100);
 const PROBE_PAUSE_MAX: Duration = Duration::from_secs(1);
 /// A busy vLLM answers its probes late: its HTTP server shares a process with tokenizing.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
+/// An engine in doubt has so much time for one token, or that of a full step; one that returns is used again within this and a pause.
+const TOKEN_TIMEOUT: Duration = Duration::from_secs(1);
 /// Probes in a row without an answer that make a replica suspect, and dead.
 const UNANSWERED_SUSPECT: u32 = 2;
 const UNANSWERED_DEAD: u32 = 4;
@@ -54,7 +57,8 @@ impl Drop for TaskGuard {
 
 /// Watches one engine for as long as it is part of the fleet.
 pub(crate) async fn watch(fleet: Arc<Fleet>, engine: Arc<Engine>) {
-    let mut watcher = Watcher { fleet, engine, unanswered: 0, models_at: None, former: None, events: None, link: None };
+    let mut watcher =
+        Watcher { fleet, engine, unanswered: 0, models_at: None, former: None, events: None, link: None, trust: Trust::Trusted };
     let mut pause = PROBE_EVERY;
     loop {
         let asked_at = watcher.fleet.clock.now();
@@ -84,6 +88,8 @@ struct Watcher {
     former: Option<Arc<Former>>,
     events: Option<(kv_events::Stream, TaskGuard)>,
     link: Option<(Destination, TaskGuard)>,
+    /// As the operator was told last.
+    trust: Trust,
 }
 
 impl Watcher {
@@ -95,29 +101,62 @@ impl Watcher {
     async fn seen(&mut self, sighting: Sighting, asked_at: Time) {
         self.unanswered = 0;
         let (life, began) = self.life(&sighting);
-        if self.is_held_off(began, asked_at) || self.hangs() {
+        if self.is_silent() || self.hangs() || (self.is_in_doubt(began) && !self.computes().await) {
             return;
         }
         let models_due = self.models_at.is_none_or(|at| asked_at.since(at) >= MODELS_EVERY);
         if began || models_due {
             self.look_at_models(began).await;
             self.models_at = Some(asked_at);
+            if began {
+                self.compare_tokens().await;
+            }
         }
         self.tell_router(&sighting, life, began, asked_at);
         self.fleet.take_in(self.engine.id).await;
+        self.tell_trust();
         self.engine.lines.prune();
         self.follow_events(life);
         self.attach(sighting.migration);
     }
 
-    /// Whether its word that it is well must not count yet, after failures of requests. A new life begins without blame.
-    fn is_held_off(&self, life_began: bool, now: Time) -> bool {
+    /// Whether it gives nobody anything any more, though it says that it is well.
+    fn is_silent(&self) -> bool {
+        let (engine, now) = (&self.engine, self.fleet.clock.now());
+        let Some(silence) = engine.pulse.silence(now).filter(|_| engine.facts().health == Health::Ready) else { return false };
+        let hangs = silence > engine.pulse.patience(engine.full_step(), self.fleet.front().stall_timeout);
+        if hangs {
+            self.fleet.hung(engine, silence);
+        }
+        hangs
+    }
+
+    /// Whether its word that it is well must not count, after failures of requests. A new life begins without blame.
+    fn is_in_doubt(&self, life_began: bool) -> bool {
         let mut facts = self.engine.facts();
         if life_began && facts.spec.is_none() {
-            facts.failures = 0;
-            facts.held_off_until = Time::ZERO;
+            (facts.failures, facts.in_doubt) = (0, false);
+            self.engine.pulse.forget();
         }
-        facts.health == Health::Suspect && now < facts.held_off_until
+        facts.health == Health::Suspect && facts.in_doubt
+    }
+
+    /// Whether it computes a token, which says more than its word. One that has no such path, or no model of its own, is believed.
+    async fn computes(&self) -> bool {
+        let model = self.engine.facts().models.iter().find(|card| card.parent.is_none()).map(|card| card.id.clone());
+        let Some(model) = model else { return true };
+        let within = self.engine.full_step().clamp(TOKEN_TIMEOUT, PROBE_TIMEOUT * 5);
+        let answer = sighting::one_token(&self.fleet.upstream, &self.engine, &model, within).await;
+        let computes = match &answer {
+            Ok(()) => true,
+            Err(FetchError::Status(status)) => status.is_client_error(),
+            Err(_) => false,
+        };
+        tracing::debug!(replica = %self.engine.name, computes, ?answer, "asked for a token");
+        if computes {
+            self.engine.succeeded();
+        }
+        computes
     }
 
     /// Whether this life of the engine is known to hang, though it answered. A new life has a connection of its own.
@@ -155,7 +194,12 @@ impl Watcher {
 
     async fn look_at_models(&self, began: bool) {
         let models = sighting::models(&self.fleet.upstream, &self.engine, PROBE_TIMEOUT).await;
-        let source = if began { sighting::kv_source(&self.fleet.upstream, &self.engine, PROBE_TIMEOUT).await } else { None };
+        let (source, version) = if began {
+            let (upstream, engine) = (&self.fleet.upstream, &self.engine);
+            tokio::join!(sighting::kv_source(upstream, engine, PROBE_TIMEOUT), sighting::version(upstream, engine, PROBE_TIMEOUT))
+        } else {
+            (None, None)
+        };
         let mut facts = self.engine.facts();
         match models {
             Ok(models) if !models.is_empty() => facts.models = models,
@@ -165,8 +209,23 @@ impl Watcher {
         if source.is_some() {
             facts.kv_source = source;
         }
+        if version.is_some() {
+            facts.version = version;
+        }
         drop(facts);
         self.fleet.list_models();
+    }
+
+    /// Whether the engine makes the same tokens, which all rests on that is done with tokens here.
+    async fn compare_tokens(&self) {
+        let (fleet, engine) = (&self.fleet, &self.engine);
+        let model = engine.facts().models.iter().find(|card| card.parent.is_none()).map(|card| card.id.clone());
+        let (Some(text), Some(model)) = (fleet.tokenizer(), model) else { return };
+        let tokens = tokens::compare(&fleet.upstream, engine, &model, text, PROBE_TIMEOUT).await;
+        if tokens == Agreement::Different {
+            tracing::warn!(replica = %engine.name, model, "the replica makes other tokens than --tokenizer: nothing there rests on tokens; give the tokenizer and template of its model");
+        }
+        engine.facts().tokens = tokens;
     }
 
     fn tell_router(&mut self, sighting: &Sighting, life: Incarnation, began: bool, asked_at: Time) {
@@ -216,6 +275,22 @@ impl Watcher {
         self.fleet.engine_ready(spec, former.as_deref());
         if let Some(snapshot) = self.fleet.snapshot.as_ref().filter(|_| former.is_some()) {
             snapshot.settle(&self.engine.url());
+        }
+    }
+
+    /// Logs when the engine's events are not believed any more, or again.
+    fn tell_trust(&mut self) {
+        let trust = self.fleet.peek_router(|router, now| router.trust(self.engine.id, now));
+        if std::mem::replace(&mut self.trust, trust) == trust {
+            return;
+        }
+        let replica = &self.engine.name;
+        match trust {
+            Trust::Quarantined => {
+                tracing::warn!(%replica, "what the replica's KV events told was not in its cache: they count for nothing for a while; is their endpoint its own?")
+            }
+            Trust::Probation => tracing::info!(%replica, "the replica's KV events count half until its hits bear them out"),
+            Trust::Trusted => tracing::info!(%replica, "the replica's KV events are believed again"),
         }
     }
 

@@ -3,14 +3,11 @@
 use std::{
     fmt,
     str::FromStr,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
-use baton_cost::{Calibrator, Device, ModelShape, StepCoefficients};
+use baton_cost::{Calibrator, Device, ModelShape, StepCoefficients, StepLoad};
 use baton_openai::Service;
 use baton_policy::{LoadReport, ReplicaSpec, mover::DrainForecast};
 use baton_session::Fault;
@@ -24,6 +21,7 @@ use crate::{
     carry::link::Destination,
     config::EngineConfig,
     line::{Address, Lines},
+    pulse::Pulse,
     speed::Speed,
 };
 
@@ -114,11 +112,19 @@ pub(crate) enum Health {
     Dead,
 }
 
+/// Whether an engine makes the same tokens of a text and of a chat as are made here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Agreement {
+    /// No tokenizer is known here, or the engine cannot be asked.
+    Unchecked,
+    Same,
+    /// Nothing here rests on tokens that are the engine's.
+    Different,
+}
+
 /// Failures in a row, without a hang, that a probe's answer makes up for.
 const FAILURES_FORGIVEN: u32 = 2;
-/// First hold-off; it doubles with each further failure.
-const HOLD_OFF: Duration = Duration::from_millis(500);
-const HOLD_OFF_MAX: Duration = Duration::from_secs(10);
 
 /// An engine of the fleet; its place is its [`ReplicaId`].
 #[derive(Debug)]
@@ -131,9 +137,8 @@ pub(crate) struct Engine {
     facts: Mutex<Facts>,
     /// Wakes the engine's watcher before its time.
     pub(crate) probe: Notify,
-    /// When output last came from it, for any request.
-    spoke_at: AtomicU64,
-    /// Times that it was found dead.
+    pub(crate) pulse: Pulse,
+    /// Times that it was found dead, or hung.
     deaths: watch::Sender<u32>,
 }
 
@@ -147,6 +152,10 @@ pub(crate) struct Facts {
     /// What the engine says of its life, where it does: Baton's incarnation, vLLM's start time.
     pub(crate) mark: Option<u64>,
     pub(crate) models: Vec<ModelCard>,
+    /// Its version, where it tells one.
+    pub(crate) version: Option<String>,
+    /// Whether its tokens are the ones that are made here.
+    pub(crate) tokens: Agreement,
     pub(crate) spec: Option<ReplicaSpec>,
     pub(crate) load: Option<LoadReport>,
     pub(crate) kv_source: Option<KvEventSource>,
@@ -159,8 +168,8 @@ pub(crate) struct Facts {
     pub(crate) calibrator: Calibrator,
     /// Attempts in a row that it let fail.
     pub(crate) failures: u32,
-    /// No answer to a probe makes it ready before.
-    pub(crate) held_off_until: Time,
+    /// Its word that it is well does not count until it has computed something.
+    pub(crate) in_doubt: bool,
     /// Relative error of the engine's own step predictions, or of the calibration here.
     pub(crate) step_error: f64,
     /// As this engine alone has shown it; what counts is in the spec.
@@ -192,6 +201,8 @@ impl Engine {
             life: Incarnation(0),
             mark: None,
             models: config.models.iter().map(|model| static_card(model, config.max_model_len)).collect(),
+            version: None,
+            tokens: Agreement::Unchecked,
             spec: None,
             load: None,
             kv_source: None,
@@ -200,7 +211,7 @@ impl Engine {
             draining: None,
             calibrator: Calibrator::new(default_step()),
             failures: 0,
-            held_off_until: Time::ZERO,
+            in_doubt: false,
             step_error: 0.0,
             speed: Speed::prior(default_step()),
         };
@@ -213,7 +224,7 @@ impl Engine {
             config,
             facts: Mutex::new(facts),
             probe: Notify::new(),
-            spoke_at: AtomicU64::new(0),
+            pulse: Pulse::default(),
             deaths: watch::Sender::new(0),
         }
     }
@@ -223,16 +234,7 @@ impl Engine {
         self.facts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Output came from it.
-    pub(crate) fn spoke(&self, now: Time) {
-        self.spoke_at.store(now.0, Ordering::Relaxed);
-    }
-
-    pub(crate) fn spoke_at(&self) -> Time {
-        Time(self.spoke_at.load(Ordering::Relaxed))
-    }
-
-    /// It was found dead: attempts that wait for its first token may go elsewhere.
+    /// It was found dead, or hung: attempts at it may go elsewhere.
     pub(crate) fn died(&self) {
         self.deaths.send_modify(|deaths| *deaths = deaths.wrapping_add(1));
     }
@@ -244,20 +246,24 @@ impl Engine {
 
     /// An attempt began to give tokens.
     pub(crate) fn succeeded(&self) {
-        self.facts().failures = 0;
+        let mut facts = self.facts();
+        (facts.failures, facts.in_doubt) = (0, false);
     }
 
-    /// An attempt failed. The first failure is left to the next probe; who answers probes but lets one request after another fail is
-    /// held off for longer and longer. A hang costs its request much, so it counts at once.
-    pub(crate) fn failed(&self, fault: Fault, now: Time) {
+    /// An attempt failed. The first failures are left to the next probe; who answers probes but lets one request after another fail must
+    /// compute something before it is used again. A hang costs its request much, so it counts at once.
+    pub(crate) fn failed(&self, fault: Fault) {
         let mut facts = self.facts();
         facts.failures = facts.failures.saturating_add(1);
         let hung = matches!(fault, Fault::NoFirstToken(_) | Fault::Stalled(_));
-        let forgiven = if hung { 0 } else { FAILURES_FORGIVEN };
-        let excess = facts.failures.saturating_sub(forgiven);
-        if excess > 0 {
-            facts.held_off_until = now + HOLD_OFF.saturating_mul(1 << (excess - 1).min(16)).min(HOLD_OFF_MAX);
-        }
+        facts.in_doubt |= hung || facts.failures > FAILURES_FORGIVEN;
+    }
+
+    /// Time of a step that is full of prompts, as far as it is known.
+    pub(crate) fn full_step(&self) -> Duration {
+        let Some(spec) = self.facts().spec else { return Duration::ZERO };
+        let load = StepLoad::prefill(Tokens(self.token_budget()), Tokens::ZERO);
+        Duration::try_from_secs_f64(spec.step.step_s(&load)).unwrap_or(Duration::MAX)
     }
 
     /// It was started at another address, or again at the same.
@@ -283,6 +289,21 @@ impl Engine {
         facts.step_error = facts.calibrator.error();
         let step = facts.calibrator.fit();
         facts.speed.observed(step, now);
+    }
+
+    /// Whether tokens that are known here may stand for the engine's.
+    pub(crate) fn knows_tokens(&self) -> bool {
+        self.facts().tokens != Agreement::Different
+    }
+
+    /// Names what decides the bits of its answers, as far as anybody has told.
+    pub(crate) fn numerics(&self, model: &str) -> String {
+        if let Some(name) = &self.config.numerics {
+            return name.clone();
+        }
+        let facts = self.facts();
+        let root = facts.models.iter().find(|card| card.id == model).and_then(|card| card.root.as_deref()).unwrap_or(model);
+        format!("{} {} {root}", self.config.kind.as_str(), facts.version.as_deref().unwrap_or_default())
     }
 
     pub(crate) fn token_budget(&self) -> u32 {
@@ -332,18 +353,16 @@ mod tests {
     }
 
     #[test]
-    fn who_fails_again_and_again_is_held_off_and_a_success_forgives() {
+    fn who_fails_again_and_again_is_in_doubt_and_a_success_forgives() {
         let engine = Engine::new(ReplicaId(0), EngineConfig::new("http://h:1".parse().unwrap(), crate::config::EngineKind::Vllm), 1);
-        let until = |fault| {
-            engine.failed(fault, Time(5));
-            engine.facts().held_off_until
+        let in_doubt = |fault| {
+            engine.failed(fault);
+            engine.facts().in_doubt
         };
-        assert_eq!([until(Fault::InBand), until(Fault::InBand)], [Time::ZERO; 2]);
-        assert_eq!([until(Fault::InBand), until(Fault::InBand)], [Time(5) + HOLD_OFF, Time(5) + HOLD_OFF * 2]);
-        (0..40).for_each(|_| _ = until(Fault::InBand));
-        assert_eq!(engine.facts().held_off_until, Time(5) + HOLD_OFF_MAX);
+        assert_eq!([(); 3].map(|()| in_doubt(Fault::InBand)), [false, false, true]);
         engine.succeeded();
-        assert_eq!(until(Fault::Stalled(HOLD_OFF)), Time(5) + HOLD_OFF);
+        assert!(!in_doubt(Fault::InBand));
+        assert!(in_doubt(Fault::Stalled(Duration::from_secs(2))), "a hang counts at once");
     }
 
     #[test]

@@ -4,6 +4,8 @@
 mod carried;
 mod copy;
 mod outlet;
+mod record;
+mod resumed;
 
 use std::{
     collections::BTreeMap,
@@ -34,6 +36,8 @@ use tokio::{
 use self::{
     carried::Carrying,
     outlet::{Outlet, stream_response},
+    record::Record,
+    resumed::{Rest, Resumed},
 };
 use crate::{
     assemble::Assembler,
@@ -46,6 +50,7 @@ use crate::{
     live::{Live, LiveState},
     plain::{Plain, Shape},
     prompt::KeyChain,
+    pulse::Listener,
     refusal::{NO_REPLICA_RETRY, Refusal},
     reserved,
     upstream::{Arrived, Attempt, Expect},
@@ -107,11 +112,14 @@ struct Exchange {
     fetching: Option<copy::Fetching>,
     refusal: Option<Refusal>,
     attempt: Option<Running>,
+    listener: Option<Listener>,
     view: ClientView,
     /// The engine's whole answer or error, for the end.
     answer: Option<Response<Body>>,
     /// The stream's end mark was written with the answer.
     answered: bool,
+    /// Of a stream that lost its engine, until another one goes on with it.
+    rest: Option<Box<Rest>>,
     usage: Option<Usage>,
     /// Prompt tokens that the engine had, once it told.
     cached: Option<Tokens>,
@@ -147,7 +155,12 @@ enum Way {
     Wire(Box<Wire>),
     /// Over its control connection: the answer is made here from tokens.
     Carried(Box<Carrying>),
+    /// As an OpenAI server that goes on with what another engine began: the answer is made here from tokens.
+    Resumed(Box<Resumed>),
 }
+
+/// Tells that an engine was found dead, as after a host went away without a word.
+type Death = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// A request at an OpenAI server.
 struct Wire {
@@ -157,9 +170,10 @@ struct Wire {
     next: BTreeMap<u32, u32>,
     /// Of the last plain event.
     shape: Option<Shape>,
-    /// Tells that the engine was found dead, as after a host went away without a word. `None` where the answer comes whole: an engine
-    /// that shows no progress may only be slow to answer probes.
-    death: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
+    /// `None` where it may not have to be gone on with.
+    record: Option<Record>,
+    /// `None` where the answer comes whole: an engine that shows no progress may only be slow to answer probes.
+    death: Option<Death>,
 }
 
 /// What happened.
@@ -172,7 +186,7 @@ enum Wake {
     Arrived(Arrived),
     /// Of a choice that is carried.
     Carried(u32, RunEvent),
-    /// The replica was found dead before its first token.
+    /// The replica was found dead, or hung.
     Died,
 }
 
@@ -219,9 +233,11 @@ impl Exchange {
             fetching: None,
             refusal: None,
             attempt: None,
+            listener: None,
             view: ClientView::new(intake.wishes, id),
             answer: None,
             answered: false,
+            rest: None,
             usage: None,
             cached: None,
             first_told: false,
@@ -258,13 +274,30 @@ impl Exchange {
                 return Poll::Ready(());
             }
             if self.outlet.is_full() {
+                self.listener = None;
                 return Poll::Ready(());
             }
             match self.poll_wake(context) {
                 Poll::Ready(wake) => self.take(wake),
-                Poll::Pending if self.outlet.has_output() => return Poll::Ready(()),
-                Poll::Pending => return Poll::Pending,
+                Poll::Pending if self.outlet.has_output() => {
+                    self.listener = None;
+                    return Poll::Ready(());
+                }
+                Poll::Pending => {
+                    self.listen();
+                    return Poll::Pending;
+                }
             }
+        }
+    }
+
+    /// From here on the request waits for more of its engine's output, if it has some; not while it waits for its client.
+    fn listen(&mut self) {
+        match &self.attempt {
+            Some(Running { engine, way: Way::Wire(_) | Way::Resumed(_), .. }) if self.first_told => {
+                self.listener.get_or_insert_with(|| Listener::of(engine, self.fleet.clock.now()));
+            }
+            Some(_) | None => self.listener = None,
         }
     }
 
@@ -284,24 +317,24 @@ impl Exchange {
         {
             return Poll::Ready(Wake::Fetched(fetching.replica, arrived));
         }
-        match self.attempt.as_mut().map(|running| &mut running.way) {
-            Some(Way::Wire(wire)) => {
-                if let Poll::Ready(arrived) = wire.attempt.poll_next(context) {
-                    return Poll::Ready(Wake::Arrived(arrived));
-                }
-                if self.session.awaits_first_token()
-                    && let Some(death) = &mut wire.death
-                    && death.as_mut().poll(context).is_ready()
-                {
-                    return Poll::Ready(Wake::Died);
-                }
-            }
+        let (attempt, death) = match self.attempt.as_mut().map(|running| &mut running.way) {
+            Some(Way::Wire(wire)) => (&mut wire.attempt, &mut wire.death),
+            Some(Way::Resumed(resumed)) => (&mut resumed.attempt, &mut resumed.death),
             Some(Way::Carried(carrying)) => {
                 if let Poll::Ready((choice, event)) = carrying.run.poll_next(context) {
                     return Poll::Ready(Wake::Carried(choice, event));
                 }
+                return self.poll_timer(context);
             }
-            None => {}
+            None => return self.poll_timer(context),
+        };
+        if let Poll::Ready(arrived) = attempt.poll_next(context) {
+            return Poll::Ready(Wake::Arrived(arrived));
+        }
+        if let Some(death) = death
+            && death.as_mut().poll(context).is_ready()
+        {
+            return Poll::Ready(Wake::Died);
         }
         self.poll_timer(context)
     }
@@ -322,6 +355,8 @@ impl Exchange {
                 } else if self.is_only_busy() {
                     self.extensions += 1;
                     self.session.handle(Input::ReplicaAlive, now);
+                } else if self.ends_before_it_fails() {
+                    return;
                 }
                 self.session.handle(Input::Timeout, now);
             }
@@ -342,10 +377,19 @@ impl Exchange {
 
     /// Gives up a dead replica where another one can take the request; where none can, it may still come back to life.
     fn died(&mut self) {
-        let Some(Running { epoch, way: Way::Wire(wire), .. }) = &mut self.attempt else { return };
-        wire.death = None;
+        let Some(Running { epoch, way, .. }) = &mut self.attempt else { return };
+        match way {
+            Way::Wire(wire) => wire.death = None,
+            Way::Resumed(resumed) => resumed.death = None,
+            Way::Carried(_) => {}
+        }
         let epoch = *epoch;
-        if self.fleet.any_ready() {
+        if !self.fleet.any_ready() {
+            return;
+        }
+        // What has output and cannot go on elsewhere has nothing to lose by waiting.
+        let begins_anew = self.session.awaits_first_token() || !self.admitted.intake.wishes.stream;
+        if begins_anew || !self.ends_before_it_fails() && self.rest.is_some() {
             self.attempt_failed(epoch, Fault::Unreachable);
         }
     }
@@ -355,7 +399,7 @@ impl Exchange {
         let since = self.sent_at + self.first_token_within(self.last_replica) * self.extensions;
         self.session.awaits_first_token()
             && self.extensions < EXTENSIONS_MAX
-            && self.attempt.as_ref().is_some_and(|running| running.engine.spoke_at() > since)
+            && self.attempt.as_ref().is_some_and(|running| running.engine.pulse.spoke_at() > since)
     }
 
     // What the machine says.
@@ -380,9 +424,19 @@ impl Exchange {
     }
 
     fn place(&mut self, excluded: Vec<ReplicaId>) {
-        self.admitted.chain.forget_output();
-        self.untold = 0;
-        let arrival = self.arrival(self.admitted.live.prompt, excluded);
+        let arrival = match &self.rest {
+            Some(rest) => {
+                let cannot = self.cannot_resume(rest);
+                self.tell_output();
+                let prompt = Tokens(self.admitted.live.prompt.0 + self.session.delivered(0));
+                self.arrival(prompt, excluded.into_iter().chain(cannot).collect())
+            }
+            None => {
+                self.admitted.chain.forget_output();
+                self.untold = 0;
+                self.arrival(self.admitted.live.prompt, excluded)
+            }
+        };
         match self.fleet.place(arrival) {
             Placing::Now(verdict) => self.decided(verdict),
             Placing::Later(told) => {
@@ -447,14 +501,17 @@ impl Exchange {
     fn first_token_within(&self, replica: Option<ReplicaId>) -> Duration {
         let front = self.fleet.front();
         let engine = replica.and_then(|id| self.fleet.engine(id));
-        if engine.is_none_or(|engine| self.admitted.intake.mode(engine.config.kind, front.assemble) == Mode::Whole) {
+        let Some(engine) = engine.filter(|engine| self.admitted.intake.mode(engine.config.kind, front.assemble) != Mode::Whole) else {
             // The first token comes with the last: no silence is too long.
             return front.request_timeout;
-        }
+        };
+        // Without another replica there is nothing to be had by giving this one up.
+        let known = engine.pulse.first_token_patience().filter(|_| self.fleet.ready_replicas() > 1);
+        let least = known.map_or(front.first_token_timeout, |known| known.min(front.first_token_timeout));
         let decision = self.fleet.peek_router(|router, _| router.decision(self.admitted.live.id));
         let predicted =
             decision.map_or(Duration::ZERO, |decision| Duration::from_ms(decision.predicted_ttft_ms * front.first_token_factor));
-        predicted.max(front.first_token_timeout)
+        predicted.max(least)
     }
 
     fn start(&mut self, owner: Owner) {
@@ -464,12 +521,18 @@ impl Exchange {
         };
         let live = &self.admitted.live;
         live.set(LiveState::Prefill, Some(owner.replica));
-        live.reset_output();
-        (self.usage, self.cached, self.first_told, self.first_token_at, self.last_token_at) = (None, None, false, None, None);
+        if self.rest.is_none() {
+            live.reset_output();
+            (self.first_token_at, self.last_token_at) = (None, None);
+        }
+        (self.usage, self.cached, self.first_told, self.listener) = (None, None, false, None);
         self.fleet.metrics.attempt(owner.replica);
         self.sent_at = now;
         self.extensions = 0;
         self.last_replica = Some(owner.replica);
+        if let Some(rest) = self.rest.take() {
+            return self.resume(engine, owner, *rest);
+        }
         if self.carry(&engine, owner) {
             return;
         }
@@ -487,7 +550,8 @@ impl Exchange {
         let death = (mode != Mode::Whole).then(|| found_dead(engine.deaths()));
         let attempt = self.fleet.upstream.start(&engine, request, expect);
         self.alone = engine.lines.busy() == 1;
-        let wire = Wire { attempt, assembler, next: BTreeMap::new(), shape: None, death };
+        let record = self.records(&engine).then(Record::default);
+        let wire = Wire { attempt, assembler, next: BTreeMap::new(), shape: None, record, death };
         self.attempt = Some(Running { engine, epoch: owner.epoch, way: Way::Wire(Box::new(wire)) });
     }
 
@@ -517,7 +581,7 @@ impl Exchange {
     fn wire(&mut self) -> Option<&mut Wire> {
         match &mut self.attempt.as_mut()?.way {
             Way::Wire(wire) => Some(wire),
-            Way::Carried(_) => None,
+            Way::Carried(_) | Way::Resumed(_) => None,
         }
     }
 
@@ -537,15 +601,32 @@ impl Exchange {
 
     fn attempt_failed(&mut self, epoch: Epoch, fault: Fault) {
         self.fleet.metrics.fault(fault);
-        self.attempt = None;
-        self.session.handle(Input::Failed { epoch, fault }, self.fleet.clock.now());
+        if !self.ends_before_it_fails() {
+            self.attempt = None;
+            self.session.handle(Input::Failed { epoch, fault }, self.fleet.clock.now());
+        }
+    }
+
+    /// An attempt is about to fail, unless only the end of its output is missing, which is known here.
+    fn ends_before_it_fails(&mut self) -> bool {
+        let epoch = self.attempt.as_ref().map(|running| running.epoch);
+        let ends = self.keep_rest();
+        if let Some(epoch) = epoch.filter(|_| ends) {
+            self.attempt = None;
+            self.session.handle(Input::Completed { epoch }, self.fleet.clock.now());
+        }
+        ends
     }
 
     fn event(&mut self, event: &Event) -> Result<(), Fault> {
+        let resumed = matches!(&self.attempt, Some(Running { way: Way::Resumed(_), .. }));
         if event.is_done() {
-            return self.done();
+            return if resumed { Err(Fault::Truncated) } else { self.done() };
         }
         let Some(data) = &event.data else { return Ok(()) };
+        if resumed {
+            return self.resumed_event(data);
+        }
         if let Some(plain) = self.read_plain(data)
             && self.is_plain(&plain)
         {
@@ -583,8 +664,13 @@ impl Exchange {
         if !self.offer(plain.choice, plain.count, plain.token_ids(), now) {
             return Ok(());
         }
-        if let Some(assembler) = self.wire().and_then(|wire| wire.assembler.as_mut()) {
-            assembler.push_plain(plain)?;
+        if let Some(wire) = self.wire() {
+            if let Some(assembler) = &mut wire.assembler {
+                assembler.push_plain(plain)?;
+            }
+            if let Some(record) = &mut wire.record {
+                record.plain(plain);
+            }
         }
         self.output(plain.count, now);
         if self.admitted.intake.wishes.stream {
@@ -618,14 +704,20 @@ impl Exchange {
             self.cached = usage.cached_tokens().map(Tokens);
             self.usage = Some(usage.clone());
         }
-        if let Some(assembler) = self.wire().and_then(|wire| wire.assembler.as_mut()) {
-            assembler.push(&chunk)?;
+        let api = self.admitted.intake.api;
+        if let Some(wire) = self.wire() {
+            if let Some(assembler) = &mut wire.assembler {
+                assembler.push(&chunk)?;
+            }
+            if let Some(record) = &mut wire.record {
+                record.chunk(api, &chunk);
+            }
         }
         let tokens = chunk.pieces.iter().map(|piece| piece.count).sum();
         if tokens > 0 || chunk.pieces.iter().any(|piece| piece.finish.is_some()) {
             self.output(tokens, now);
         } else if let Some(running) = &self.attempt {
-            running.engine.spoke(now);
+            running.engine.pulse.spoke(now);
         }
         if self.admitted.intake.wishes.stream
             && let Some(event) = self.view.event(chunk)
@@ -641,6 +733,7 @@ impl Exchange {
         let next = match &mut running.way {
             Way::Wire(wire) => &mut wire.next,
             Way::Carried(carrying) => &mut carrying.next,
+            Way::Resumed(resumed) => &mut resumed.next,
         };
         let index = next.entry(choice).or_default();
         let offer = self.session.offer(running.epoch, choice, *index, count, now);
@@ -655,10 +748,11 @@ impl Exchange {
     fn output(&mut self, tokens: u32, now: Time) {
         let live = &self.admitted.live;
         live.add_output(tokens);
-        if let Some(running) = &self.attempt {
-            running.engine.spoke(now);
-            if self.first_token_at.is_none() && tokens > 0 {
-                running.engine.succeeded();
+        if let Some(Running { engine, .. }) = &self.attempt {
+            engine.pulse.spoke(now);
+            if !self.first_told && tokens > 0 {
+                engine.pulse.first_token(now.since(self.sent_at));
+                engine.succeeded();
             }
         }
         match self.last_token_at {
@@ -725,7 +819,7 @@ impl Exchange {
             return Ok(());
         }
         let engine = running.engine.clone();
-        engine.spoke(now);
+        engine.pulse.spoke(now);
         engine.succeeded();
         self.attempt = None;
         self.usage = serde_json::from_slice::<crate::json::RawObject<'_>>(body).ok().and_then(|answer| answer.read("usage").ok().flatten());
@@ -767,7 +861,7 @@ impl Exchange {
     /// Books the request to its end, once.
     fn close(&mut self) {
         let Some(booked) = self.booked.take() else { return };
-        self.attempt = None;
+        (self.attempt, self.listener) = (None, None);
         self.tell_output();
         if let Some(told) = self.verdict.take() {
             self.fleet.decline(told);
@@ -820,7 +914,7 @@ impl Drop for Exchange {
     }
 }
 
-fn found_dead(mut deaths: watch::Receiver<u32>) -> Pin<Box<dyn Future<Output = ()> + Send>> {
+fn found_dead(mut deaths: watch::Receiver<u32>) -> Death {
     // The sender is the engine's, which the attempt holds.
     Box::pin(async move { _ = deaths.changed().await })
 }
@@ -831,7 +925,7 @@ fn is_clients_fault(status: StatusCode) -> bool {
     status.is_client_error() && !own.contains(&status)
 }
 
-fn refusal_of(refusal: &baton_policy::Refusal) -> Refusal {
+pub(crate) fn refusal_of(refusal: &baton_policy::Refusal) -> Refusal {
     match *refusal {
         baton_policy::Refusal::TooLong { prompt, limit } => Refusal::PromptTooLong { prompt, limit },
         baton_policy::Refusal::NeverFits { needed, limit, fits } => Refusal::NeverFits { needed, limit, fits },

@@ -6,6 +6,7 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError, RwLock,
         atomic::{AtomicU64, Ordering},
     },
+    time::Duration,
 };
 
 use arc_swap::ArcSwap;
@@ -390,6 +391,22 @@ impl Fleet {
         engines.iter().map(|engine| engine.id).filter(|id| desk.numerics_of(*id) != Some(numerics)).collect()
     }
 
+    /// The model's tokenizer, where it is known.
+    pub(crate) fn tokenizer(&self) -> Option<&Arc<Tokenizer>> {
+        self.tokenizer.as_ref()
+    }
+
+    /// Replicas that cannot go on with a stream of the model from its tokens: by what they are, or because they compute other bits than
+    /// `numerics` where that matters.
+    pub(crate) fn cannot_resume(&self, model: &str, numerics: Option<&str>) -> Vec<ReplicaId> {
+        let can = |engine: &Engine| {
+            engine.config.kind.computes_tokens()
+                && engine.knows_tokens()
+                && numerics.is_none_or(|numerics| engine.numerics(model) == numerics)
+        };
+        self.engines().iter().filter(|engine| !can(engine)).map(|engine| engine.id).collect()
+    }
+
     // The index.
 
     /// Takes in a batch of a replica's events, in slices between which requests go.
@@ -546,13 +563,21 @@ impl Fleet {
     /// A request failed there: new ones go elsewhere until a probe, which starts now, succeeds.
     pub(crate) fn suspect(&self, id: ReplicaId, fault: Fault) {
         let Some(engine) = self.engine(id) else { return };
-        engine.failed(fault, self.clock.now());
+        engine.failed(fault);
         if engine.facts().health != Health::Ready {
             return;
         }
         tracing::warn!(replica = %engine.name, %fault, "replica is suspect");
         self.set_unready(&engine, Health::Suspect);
         engine.probe.notify_one();
+    }
+
+    /// It answers probes and gives nobody anything.
+    pub(crate) fn hung(&self, engine: &Engine, silence: Duration) {
+        let fault = Fault::Stalled(silence);
+        self.metrics.fault(fault);
+        self.suspect(engine.id, fault);
+        engine.died();
     }
 
     /// How fast the engine counts by what it has shown itself and what those like it have.

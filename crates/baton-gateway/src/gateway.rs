@@ -21,6 +21,7 @@ use crate::{
     engine::{BaseUrl, Health},
     fleet::{EngineChanges, Fleet, Stage},
     listener,
+    priced::Responses,
     prompt::Tokenization,
     refusal::Refusal,
     snapshot,
@@ -49,6 +50,8 @@ pub(crate) struct Shared {
     pub(crate) tokenization: Tokenization,
     /// Whose turn it is among engines, for paths without a price.
     pub(crate) turn: AtomicUsize,
+    /// Where answers live that later requests name.
+    pub(crate) responses: Responses,
     /// Where it serves the admin API; known once it serves.
     admin_address: OnceLock<SocketAddr>,
     watchers: Mutex<BTreeMap<ReplicaId, TaskGuard>>,
@@ -74,6 +77,7 @@ impl Gateway {
             fleet: Arc::new(Fleet::new(config.gateway.clone(), &config.policy).carrying(fleet_key, text)),
             tokenization,
             turn: AtomicUsize::new(0),
+            responses: Responses::default(),
             admin_address: OnceLock::new(),
             watchers: Mutex::default(),
             config: Mutex::new(config.clone()),

@@ -24,16 +24,23 @@ pub(crate) struct Identity {
 impl Identity {
     pub(crate) fn read(headers: &HeaderMap, body: &JsonBody) -> Self {
         let text = |field| body.read::<String>(field).ok().flatten().filter(|text| !text.is_empty());
-        let session = header(headers, "x-session-id").map(str::to_owned).or_else(|| text("prompt_cache_key")).or_else(|| text("user"));
-        let program = header(headers, "x-program-id");
-        let priority = body.read::<i64>("priority").ok().flatten().or_else(|| header(headers, "x-priority")?.parse().ok()).unwrap_or(0);
-        let bound = i64::from(PRIORITY_MAX);
-        Self {
-            session: session.map(|session| xxh3_64(session.as_bytes())),
-            program: program.map(|program| xxh3_64(program.as_bytes())),
-            priority: Priority(priority.clamp(-bound, bound) as i32),
-        }
+        let told = Self::of_headers(headers);
+        let session = || text("prompt_cache_key").or_else(|| text("user")).map(|session| xxh3_64(session.as_bytes()));
+        let priority = body.read::<i64>("priority").ok().flatten().map_or(told.priority, clamped);
+        Self { session: told.session.or_else(session), priority, ..told }
     }
+
+    /// Of a request whose body is not understood.
+    pub(crate) fn of_headers(headers: &HeaderMap) -> Self {
+        let hash = |name| header(headers, name).map(|value| xxh3_64(value.as_bytes()));
+        let priority = header(headers, "x-priority").and_then(|priority| priority.parse().ok()).map_or(Priority(0), clamped);
+        Self { session: hash("x-session-id"), program: hash("x-program-id"), priority }
+    }
+}
+
+fn clamped(priority: i64) -> Priority {
+    let bound = i64::from(PRIORITY_MAX);
+    Priority(priority.clamp(-bound, bound) as i32)
 }
 
 /// The client's `x-request-id`, where it is fit to be echoed.

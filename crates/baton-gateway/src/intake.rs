@@ -16,6 +16,28 @@ use crate::{
     reserved,
 };
 
+/// Fields that are done here, or belong to the chat API, where an engine is sent tokens.
+const NOT_OF_TOKENS: [&str; 18] = [
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "chat_template",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "max_completion_tokens",
+    "response_format",
+    "logprobs",
+    "top_logprobs",
+    "return_tokens_as_token_ids",
+    "echo",
+    "n",
+    "stop",
+    "include_stop_str_in_output",
+];
+
 /// Which of the two generation APIs a request speaks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Api {
@@ -170,6 +192,31 @@ impl Intake {
         if kind.gives_token_ids() {
             edits.push(Edit::set("return_token_ids", &true));
         }
+        self.body.edited(&edits)
+    }
+
+    /// The body for an engine that is to go on after prompt and `output`, all of it as token ids, until the output has `max_tokens`. Its text
+    /// is made here, and so stop strings are found here.
+    pub(crate) fn tokens_body(
+        &self,
+        (kind, takes_priority): (EngineKind, bool),
+        model: &str,
+        (prompt, output): (&[u32], &[u32]),
+        max_tokens: u32,
+    ) -> VecDeque<Bytes> {
+        let mut edits = self.common_edits(kind, takes_priority, model);
+        edits.extend(NOT_OF_TOKENS.map(Edit::remove));
+        let taken = output.len() as u32;
+        if let Ok(Some(least)) = self.body.read::<u32>("min_tokens") {
+            edits.push(Edit::set("min_tokens", &least.saturating_sub(taken)));
+        }
+        edits.extend([
+            Edit::set("prompt", &[prompt, output].concat()),
+            Edit::set("max_tokens", &max_tokens.saturating_sub(taken)),
+            Edit::set("stream", &true),
+            Edit::set("stream_options", &StreamOptions { include_usage: Some(true), continuous_usage_stats: None }),
+            Edit::set("return_token_ids", &true),
+        ]);
         self.body.edited(&edits)
     }
 

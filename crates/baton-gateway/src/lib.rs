@@ -30,7 +30,9 @@ mod metrics;
 mod passthrough;
 mod pieces;
 mod plain;
+mod priced;
 mod prompt;
+mod pulse;
 mod refusal;
 mod reserved;
 mod segments;
@@ -41,8 +43,8 @@ mod upstream;
 mod words;
 
 pub use config::{
-    ClassConfig, ConfigError, EngineConfig, EngineKind, Fault, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig, Reloaded, Secret,
-    reference, skeleton,
+    ClassConfig, ConfigError, Continue, EngineConfig, EngineKind, Fault, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig, Reloaded,
+    Secret, reference, skeleton,
 };
 pub use engine::{BaseUrl, UrlError};
 pub use gateway::{Gateway, GatewayError};

@@ -11,6 +11,7 @@ use std::{
     time::Duration,
 };
 
+use baton_policy::Trust;
 use baton_session::Fault;
 use baton_units::{ReplicaId, Tokens};
 
@@ -29,6 +30,8 @@ pub(crate) struct Metrics {
     requests: Mutex<BTreeMap<(&'static str, &'static str), u64>>,
     replicas: Mutex<BTreeMap<ReplicaId, ReplicaCounters>>,
     faults: Mutex<BTreeMap<&'static str, u64>>,
+    /// By whether the engines compute the same bits.
+    resumed: Mutex<BTreeMap<&'static str, u64>>,
     ttft: Histogram,
     token_gap: Histogram,
     duration: Histogram,
@@ -79,6 +82,11 @@ impl Metrics {
 
     pub(crate) fn fault(&self, fault: Fault) {
         *lock(&self.faults).entry(fault_name(fault)).or_default() += 1;
+    }
+
+    /// A stream goes on at another engine than it began at; `exact` if that computes the same bits.
+    pub(crate) fn resumed(&self, exact: bool) {
+        *lock(&self.resumed).entry(if exact { "same" } else { "other" }).or_default() += 1;
     }
 
     pub(crate) fn first_token(&self, since_arrival: Duration) {
@@ -149,6 +157,10 @@ impl Metrics {
         page.family("baton_attempt_faults_total", "counter", "Attempts at a replica that came to nothing, by cause.");
         for (fault, count) in lock(&self.faults).iter() {
             page.sample("baton_attempt_faults_total", &[("fault", fault)], *count as f64);
+        }
+        page.family("baton_streams_resumed_total", "counter", "Streams that went on at another engine from their tokens, by its bits.");
+        for (numerics, count) in lock(&self.resumed).iter() {
+            page.sample("baton_streams_resumed_total", &[("numerics", numerics)], *count as f64);
         }
         page.histogram("baton_ttft_seconds", "From a request's arrival to its first token.", &self.ttft);
         page.histogram("baton_token_gap_seconds", "Between events with output of one stream.", &self.token_gap);
@@ -247,9 +259,10 @@ impl Metrics {
 /// What the router believes of the replicas' caches, and how far it can be trusted.
 fn render_index(page: &mut Page, fleet: &Fleet) {
     let engines = fleet.engines();
-    let (bytes, evicted, replicas) = fleet.peek_router(|router, _| {
+    let (bytes, evicted, replicas) = fleet.peek_router(|router, now| {
         let index = router.index();
-        let replicas: Vec<_> = engines.iter().map(|engine| (index.orphans(engine.id), index.doubtful(engine.id))).collect();
+        let of = |id| (index.orphans(id), index.doubtful(id), router.trust(id, now));
+        let replicas: Vec<_> = engines.iter().map(|engine| of(engine.id)).collect();
         (index.bytes(), index.evicted_for_room(), replicas)
     });
     page.family("baton_index_bytes", "gauge", "Memory of the index of cached blocks.");
@@ -263,12 +276,25 @@ fn render_index(page: &mut Page, fleet: &Fleet) {
         "gauge",
         "Blocks told of under a parent that the index does not know, in the replica's present life.",
     );
-    for (engine, (orphans, _)) in engines.iter().zip(&replicas) {
+    for (engine, (orphans, ..)) in engines.iter().zip(&replicas) {
         page.sample("baton_replica_index_orphans", &[("replica", &engine.name)], *orphans as f64);
     }
     page.family("baton_replica_index_doubtful", "gauge", "1 while KV events of the replica are missing, so that its hits count half.");
-    for (engine, (_, doubtful)) in engines.iter().zip(&replicas) {
+    for (engine, (_, doubtful, _)) in engines.iter().zip(&replicas) {
         page.sample("baton_replica_index_doubtful", &[("replica", &engine.name)], f64::from(u8::from(*doubtful)));
+    }
+    page.family(
+        "baton_replica_index_trust",
+        "gauge",
+        "How far the replica's KV events are believed, by what it reports of hits: 1, 0.5 on probation, 0 in quarantine.",
+    );
+    for (engine, (.., trust)) in engines.iter().zip(&replicas) {
+        let value = match trust {
+            Trust::Trusted => 1.0,
+            Trust::Probation => 0.5,
+            Trust::Quarantined => 0.0,
+        };
+        page.sample("baton_replica_index_trust", &[("replica", &engine.name)], value);
     }
 }
 

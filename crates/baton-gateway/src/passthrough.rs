@@ -1,4 +1,4 @@
-//! Paths that the gateway does not understand itself (`/v1/embeddings`, `/v1/responses`, `/tokenize`, …): sent to an engine that
+//! Paths that the gateway does not understand itself (`/v1/audio/speech`, `/tokenize`, …): sent to an engine that
 //! serves the model and has the path, answered as the engine answers.
 
 use std::{
@@ -26,6 +26,7 @@ use crate::{
     fleet::Stage,
     gateway::Shared,
     json::RawObject,
+    priced,
     refusal::{NO_REPLICA_RETRY, Refusal},
     reserved, upstream,
 };
@@ -56,7 +57,7 @@ pub(crate) async fn forward(State(shared): State<Arc<Shared>>, request: Request)
     response
 }
 
-async fn pass(shared: &Shared, head: &Parts, body: Body) -> Result<Response, Refusal> {
+async fn pass(shared: &Arc<Shared>, head: &Parts, body: Body) -> Result<Response, Refusal> {
     let fleet = &shared.fleet;
     let path = head.uri.path();
     // Adapters and caches are loaded by operators, at the engine.
@@ -68,14 +69,22 @@ async fn pass(shared: &Shared, head: &Parts, body: Body) -> Result<Response, Ref
         return Err(Refusal::Draining);
     }
     let bytes = read_body(body, &fleet.front()).await?;
-    let (mut model, mut rewritten) = (None, None);
+    let (mut model, mut rewritten, mut prompt, mut home) = (None, None, None, priced::response_in(path).map(str::to_owned));
     if let Ok(mut object) = serde_json::from_slice::<RawObject>(&bytes) {
         let stripped = reserved::stripped(fleet.front().client_chat_template).filter(|field| object.remove(field)).count();
         let hidden = ["cache_salt", "priority"].into_iter().filter(|field| object.remove(field)).count();
         model = object.read::<String>("model").ok().flatten();
         rewritten = (stripped + hidden > 0).then(|| object.to_vec());
+        prompt = priced::prompt(path, &object);
+        home = home.or_else(|| object.read("previous_response_id").ok().flatten());
     }
+    let home = home.and_then(|response| shared.responses.home(&response));
     let bytes = rewritten.map_or(bytes, Bytes::from);
+    if let Some(prompt) = prompt {
+        let catalogue = fleet.catalogue();
+        let response = priced::pass(shared, head, &bytes, &prompt, choose_model(&catalogue, model.as_deref())?, home).await?;
+        return if response.status() == StatusCode::NOT_FOUND { explained(response).await } else { Ok(response) };
+    }
     if let Some(model) = &model {
         choose_model(&fleet.catalogue(), Some(model))?;
     }
@@ -87,6 +96,7 @@ async fn pass(shared: &Shared, head: &Parts, body: Body) -> Result<Response, Ref
     }
     let turn = shared.turn.fetch_add(1, Ordering::Relaxed) % engines.len();
     engines.rotate_left(turn);
+    engines.sort_by_key(|engine| Some(engine.id) != home);
     let mut last = None;
     for engine in engines {
         match send(shared, &engine, head, &bytes).await? {
@@ -111,12 +121,12 @@ async fn explained(response: Response) -> Result<Response, Refusal> {
     if says_what { Ok(Response::from_parts(head, bytes.into())) } else { Err(Refusal::NoSuchPath) }
 }
 
-fn lacks_path(status: StatusCode) -> bool {
+pub(crate) fn lacks_path(status: StatusCode) -> bool {
     matches!(status, StatusCode::NOT_FOUND | StatusCode::METHOD_NOT_ALLOWED | StatusCode::NOT_IMPLEMENTED)
 }
 
 /// One try; `None` when the engine was not reached. Dropping the response's body closes the connection to the engine.
-async fn send(shared: &Shared, engine: &Engine, head: &Parts, body: &Bytes) -> Result<Option<Response>, Refusal> {
+pub(crate) async fn send(shared: &Shared, engine: &Engine, head: &Parts, body: &Bytes) -> Result<Option<Response>, Refusal> {
     let path = head.uri.path_and_query().map_or("/", http::uri::PathAndQuery::as_str);
     let method: Method = head.method.clone();
     let request = upstream::request(method, engine.url().join(path), engine.config.key()).body(Full::new(body.clone()));

@@ -184,8 +184,14 @@ impl KeyChain {
         chain_keys(self.root, &self.tokens, self.size).into()
     }
 
+    /// Tokens of prompt and output.
     pub(crate) fn tokens(&self) -> &[u32] {
         &self.tokens
+    }
+
+    /// Tokens of the prompt alone.
+    pub(crate) fn prompt(&self) -> &[u32] {
+        &self.tokens[..self.prompt]
     }
 
     pub(crate) fn block_size(&self) -> BlockSize {

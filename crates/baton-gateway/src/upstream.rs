@@ -34,6 +34,8 @@ use crate::{
 const WHOLE_BYTES_MAX: usize = 256 << 20;
 /// Largest answer to a probe or an admin call; a metrics page has some 100 KiB.
 const FETCH_BYTES_MAX: usize = 16 << 20;
+/// The `x-request-id` of what the gateway asks for itself.
+const PROBE_ID: &str = "baton-probe";
 /// How long an idle connection of the plain client is kept; engines close theirs after 5 s (uvicorn) or more.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 /// For the end of a body after its last event.
@@ -87,9 +89,19 @@ impl Upstream {
         Attempt::new(request, expect, engine.lines.enter(), self.connector.clone())
     }
 
-    /// The whole answer to a small request.
+    /// The whole answer to a small request without a body.
     pub(crate) async fn fetch(&self, method: Method, uri: Uri, key: Option<&str>, timeout: Duration) -> Result<Bytes, FetchError> {
-        let request = request(method, uri, key).body(Full::default()).map_err(|error| FetchError::Unreadable(error.to_string()))?;
+        self.exchange(request(method, uri, key).body(Full::default()), timeout).await
+    }
+
+    /// The whole answer to a small request with a body of JSON, under an id that says whose it is.
+    pub(crate) async fn post(&self, uri: Uri, key: Option<&str>, body: Bytes, timeout: Duration) -> Result<Bytes, FetchError> {
+        let request = request(Method::POST, uri, key).header(header::CONTENT_TYPE, "application/json").header("x-request-id", PROBE_ID);
+        self.exchange(request.body(Full::new(body)), timeout).await
+    }
+
+    async fn exchange(&self, request: http::Result<Request<Full<Bytes>>>, timeout: Duration) -> Result<Bytes, FetchError> {
+        let request = request.map_err(|error| FetchError::Unreadable(error.to_string()))?;
         let exchange = async {
             let response = self.client.request(request).await.map_err(|error| FetchError::of(&error))?;
             let status = response.status();

@@ -45,7 +45,42 @@ struct Slot {
     choice: Choice,
     /// A token that may have ended the output, which decides whether its text is shown.
     held: Option<Token>,
+    lag: Lag,
 }
+
+/// How a client's text of a resumed choice differs from what was released here: it ends somewhere else.
+#[derive(Debug, Default)]
+enum Lag {
+    #[default]
+    None,
+    /// The client lacks this.
+    Behind(String),
+    /// The client has this already.
+    Ahead(String),
+}
+
+impl Lag {
+    /// What the client is to be sent of text that is released.
+    fn sent(&mut self, text: String) -> String {
+        match std::mem::take(self) {
+            Self::None => text,
+            Self::Behind(missing) => missing + &text,
+            Self::Ahead(known) => match text.strip_prefix(known.as_str()) {
+                Some(new) => new.to_owned(),
+                None => {
+                    // All that is released was held back when the client got it, so it begins as that did.
+                    *self = Self::Ahead(known.strip_prefix(text.as_str()).unwrap_or_default().to_owned());
+                    String::new()
+                }
+            },
+        }
+    }
+}
+
+/// A stream cannot be resumed: its tokens make another text here than its client has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the tokens make another text here than the one that was sent")]
+pub struct OtherText;
 
 /// Where a choice stands after it took output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,7 +105,7 @@ pub struct Counts {
 impl Answer {
     /// `choices`: of each prompt.
     pub fn new(service: &Arc<Service>, prompts: &[Prompt], choices: u32, text: &TextOptions, format: Box<dyn Format>) -> Self {
-        let slot = || Slot { choice: Choice::new(&service.tokenizer, text), held: None };
+        let slot = || Slot { choice: Choice::new(&service.tokenizer, text), held: None, lag: Lag::None };
         let prompt = |prompt: &Prompt| PromptProgress {
             tokens: prompt.tokens.len() as u32,
             cached: 0,
@@ -125,6 +160,33 @@ impl Answer {
         self.pushed(index, stopped)
     }
 
+    /// Goes on with a stream that somebody else began: of choice `index` its client has the tokens `ids`, and `seen` of their text. Where that
+    /// ends may differ from what would have been sent here, since servers hold text back by rules of their own. Appends nothing to `out`
+    /// unless the tokens end the output, whose end then was lost on its way. To be called before any other output of the choice.
+    pub fn resume(&mut self, index: u32, ids: &[u32], seen: &str, out: &mut Vec<u8>) -> Result<Pushed, OtherText> {
+        let (mut text, mut end) = (String::new(), None);
+        for &id in ids {
+            let finish = self.progress.end_with(index, id);
+            let token = Token { id, logprob: None, top: Vec::new() };
+            let Some(piece) = self.progress.slot_mut(index).choice.push(token, finish) else { break };
+            text += &piece.text;
+            end = piece.end;
+        }
+        let slot = self.progress.slot_mut(index);
+        slot.lag = match (text.strip_prefix(seen), seen.strip_prefix(text.as_str())) {
+            (Some(""), _) => Lag::None,
+            (Some(missing), _) => Lag::Behind(missing.to_owned()),
+            (None, Some(known)) if end.is_none() && slot.choice.held_text().starts_with(known) => Lag::Ahead(known.to_owned()),
+            (None, _) => return Err(OtherText),
+        };
+        // What an answer begins with is not written again.
+        let begun = Piece { text: seen.to_owned(), token: None, end: None };
+        self.format.piece(&self.progress, index, begun, &mut Vec::new());
+        let last = end.map(|end| Piece { text: String::new(), token: None, end: Some(end) });
+        let stopped = self.show(index, last, out);
+        Ok(self.pushed(index, stopped))
+    }
+
     /// Ends choice `index` from outside, as an operator does. One that has ended stays as it is; so does one whose last token came and
     /// only its finish is missing.
     pub fn abort(&mut self, index: u32, out: &mut Vec<u8>) {
@@ -169,7 +231,8 @@ impl Answer {
 
     /// True when the piece ended by a stop string.
     fn show(&mut self, index: u32, piece: Option<Piece>, out: &mut Vec<u8>) -> bool {
-        let Some(piece) = piece else { return false };
+        let Some(mut piece) = piece else { return false };
+        piece.text = self.progress.slot_mut(index).lag.sent(piece.text);
         let stopped = piece.end.as_ref().is_some_and(|end| end.by_text);
         self.format.piece(&self.progress, index, piece, out);
         stopped
@@ -225,9 +288,13 @@ impl Progress {
 
     /// Why the held token ends its output, if by request and model it does.
     fn end_of_held(&self, index: u32) -> Option<FinishReason> {
-        let slot = self.slot(index);
+        self.slot(index).held.as_ref().and_then(|token| self.end_with(index, token.id))
+    }
+
+    /// Why the output ends, if by request and model it does, when `token` is the next one.
+    fn end_with(&self, index: u32, token: u32) -> Option<FinishReason> {
         let ends = &self.prompts[self.place(index).0].ends;
-        slot.held.as_ref().and_then(|token| ends.end_after(token.id, slot.choice.tokens() + 1, &self.service.eos))
+        ends.end_after(token, self.slot(index).choice.tokens() + 1, &self.service.eos)
     }
 
     /// What the held token adds, unless the next entry decides that.

@@ -78,6 +78,11 @@ impl Choice {
         self.tokens
     }
 
+    /// Text that is held back because a stop string may begin with it.
+    pub(crate) fn held_text(&self) -> &str {
+        self.stops.held()
+    }
+
     /// Takes the next token, and the end if it is the last one; `None` once the choice has ended.
     pub(crate) fn push(&mut self, token: Token, finish: Option<FinishReason>) -> Option<Piece> {
         if self.ended {

@@ -46,7 +46,7 @@ mod sampling;
 mod service;
 mod stop;
 
-pub use answer::{Answer, Counts, Format, Progress, Pushed};
+pub use answer::{Answer, Counts, Format, OtherText, Progress, Pushed};
 pub use chat::check_chat;
 pub use checks::{
     Asked, check_prompt, check_supported, choices, output_limit, output_limit_or_short, sampling_options, text_options, with_max_tokens,

@@ -80,6 +80,25 @@ impl Checked {
         })
     }
 
+    /// Why the output of another engine cannot go on from its tokens as if nothing had happened; `None` where it can: what comes is then
+    /// what would have come (where the engines compute the same bits), or drawn from the same distribution.
+    pub fn hinders_resuming(&self) -> Option<&'static str> {
+        let options = &self.options;
+        if self.asked.logprobs.is_some() {
+            Some("log-probabilities")
+        } else if options.presence_penalty != 0.0 || options.frequency_penalty != 0.0 {
+            // They count output tokens, and those from before are a prompt's by then.
+            Some("presence or frequency penalties")
+        } else if self.sampling.seed.is_some() && options.temperature > 0.0 {
+            // Its draws would begin anew.
+            Some("a seed")
+        } else if self.choices > 1 {
+            Some("several choices")
+        } else {
+            None
+        }
+    }
+
     /// The request with the tokens of its prompts: of a chat one prompt, of a completion as many as it has. `head` begins the answer,
     /// and `seed` is for a client that gave none.
     pub fn with_prompts(self, head: Head, prompts: Vec<Vec<u32>>, seed: u64) -> Result<Understood, ErrorBody> {

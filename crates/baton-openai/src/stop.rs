@@ -46,6 +46,11 @@ impl StopMatcher {
         std::mem::take(&mut self.held) + piece
     }
 
+    /// What is held back now.
+    pub(crate) fn held(&self) -> &str {
+        &self.held
+    }
+
     /// What was held back, when no text follows.
     pub(crate) fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)

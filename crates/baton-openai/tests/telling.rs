@@ -80,6 +80,16 @@ impl Case {
         self.body["stream"] == true
     }
 
+    /// Without what is told of each token.
+    fn plain_stream(mut self) -> Self {
+        let body = self.body.as_object_mut().unwrap();
+        body.insert("stream".into(), json!(true));
+        for field in ["logprobs", "top_logprobs", "return_token_ids"] {
+            body.remove(field);
+        }
+        self
+    }
+
     /// What an engine gives of the draws: it draws no token that ends an output before `min_tokens`.
     fn outputs(&self, params: &SamplingParams) -> Vec<Output> {
         let output = |draws: &Vec<u32>| {
@@ -100,6 +110,23 @@ impl Case {
         };
         self.draws.iter().map(output).collect()
     }
+}
+
+/// What the client has of the one choice of a stream that may have no end.
+fn text_of(stream: &[u8]) -> String {
+    let done = if stream.ends_with(sse::DONE) { &[][..] } else { sse::DONE };
+    let (choices, _) = gathered(&[stream, done].concat());
+    choices.get(&0).and_then(|choice| choice["text"].as_str()).unwrap_or_default().to_owned()
+}
+
+fn without_last(text: &str, chars: usize) -> String {
+    text.chars().take(text.chars().count().saturating_sub(chars)).collect()
+}
+
+/// By a server that waits for whole characters and for no stop string.
+fn shown_at_once(ids: &[u32]) -> String {
+    let mut detokenizer = service().tokenizer.detokenizer(true).continuing();
+    ids.iter().map(|&id| detokenizer.push(id)).collect()
 }
 
 fn entries((token, finish): &(Token, Option<FinishReason>)) -> Vec<OutputEntry> {
@@ -288,6 +315,40 @@ proptest! {
         }
     }
 
+    /// Wherever the first server stopped to show text, by rules of its own.
+    #[test]
+    fn a_resumed_stream_joins_to_the_whole_one(
+        case in case(1..2).prop_map(Case::plain_stream),
+        at in any::<prop::sample::Index>(),
+        held_back in 0usize..4,
+        holds_nothing: bool,
+    ) {
+        let (answer, params) = case.answer();
+        let output = &case.outputs(&params)[0];
+        let at = at.index(output.len());
+        let (mut whole, mut begun) = (Told::new(answer), Told::new(case.answer().0));
+        output.iter().for_each(|token| whole.token(0, token));
+        output[..at].iter().for_each(|token| begun.token(0, token));
+        prop_assume!(!begun.answer.has_ended());
+        let ids: Vec<u32> = output[..at].iter().map(|(token, _)| token.id).collect();
+        let seen = if holds_nothing { shown_at_once(&ids) } else { without_last(&text_of(&begun.out), held_back) };
+        let (whole, _, whole_counts) = whole.end(1);
+        let wanted = text_of(&whole);
+        prop_assume!(wanted.starts_with(&seen));
+        let mut resumed = Told::new(case.answer().0);
+        resumed.answer.set_cached(0, 2);
+        let pushed = resumed.answer.resume(0, &ids, &seen, &mut resumed.out).unwrap();
+        prop_assert_eq!((pushed, resumed.out.len()), (Pushed::Running, 0));
+        output[at..].iter().for_each(|token| resumed.token(0, token));
+        let (resumed, _, counts) = resumed.end(1);
+        prop_assert_eq!(seen + &text_of(&resumed), wanted);
+        prop_assert_eq!(counts, whole_counts);
+        let of = |stream: &[u8], name| gathered(stream).0.remove(&0).and_then(|mut choice| choice.remove(name));
+        prop_assert_eq!(of(&resumed, "end"), of(&whole, "end"));
+        prop_assert_eq!(gathered(&resumed).1, gathered(&whole).1);
+        prop_assert!(!String::from_utf8_lossy(&resumed).contains("role"), "it has begun");
+    }
+
     /// The client of a stream and that of a body read the same.
     #[test]
     fn a_stream_joins_to_the_body(case in case(1..3).prop_map(|case| Case { is_chat: false, ..case })) {
@@ -372,4 +433,27 @@ fn an_abort_between_the_last_token_and_its_finish_changes_nothing() {
     let eos = OutputEntry::Token { id: EOS, logprobs: None };
     assert_eq!(finish_reason(&[token(*b"once")]), (json!("once"), json!("abort")));
     assert_eq!(finish_reason(&[token(*b"once"), eos]), (json!("once"), json!("stop")));
+}
+
+#[test]
+fn tokens_that_end_an_output_end_the_resumed_stream() {
+    let case = |options: Value| {
+        let mut body = json!({ "messages": [], "stream": true, "max_tokens": 8 });
+        body.as_object_mut().unwrap().extend(options.as_object().unwrap().clone());
+        Case { is_chat: true, body, draws: Vec::new(), room: u32::MAX }
+    };
+    let resumed = |options: Value, ids: &[[u8; 4]], seen: &str| {
+        let mut told = Told::new(case(options).answer().0);
+        let ids: Vec<u32> = ids.iter().map(|id| u32::from_le_bytes(*id)).collect();
+        told.answer.resume(0, &ids, seen, &mut told.out).map(|pushed| {
+            let text = text_of(&told.out);
+            (pushed, text, gathered(&told.end(1).0).0.remove(&0).and_then(|mut choice| choice.remove("end")).map(|end| end[0].clone()))
+        })
+    };
+    let stop = Some(json!("stop"));
+    assert_eq!(resumed(json!({}), &[*b"once", *b"</s>"], "on"), Ok((Pushed::Ended, "ce".into(), stop.clone())));
+    assert_eq!(resumed(json!({ "stop": "ceEN" }), &[*b"once", *b"ENDE"], "on"), Ok((Pushed::Stopped, String::new(), stop)));
+    assert_eq!(resumed(json!({ "max_tokens": 1 }), &[*b"once"], "once"), Ok((Pushed::Ended, String::new(), Some(json!("length")))));
+    assert_eq!(resumed(json!({}), &[*b"once"], "twice"), Err(baton_openai::OtherText));
+    assert_eq!(resumed(json!({}), &[*b"once"], "once upon"), Err(baton_openai::OtherText));
 }

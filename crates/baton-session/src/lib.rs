@@ -6,8 +6,9 @@
 //!
 //! The shell carries facts in ([`Session::handle`], [`Session::offer`]) and actions out ([`Session::poll`]), and calls again when
 //! [`Session::poll_timeout`] has passed. Pure: no sockets and no clock; bytes of the stream never come here, only their indices.
-//! Nothing here chooses a replica (`baton-policy` does) or knows a wire format (`baton-wire` does). A running request is not moved
-//! yet: a replica lost after the first delivered token ends the request, and its client is told.
+//! Nothing here chooses a replica (`baton-policy` does) or knows a wire format (`baton-wire` does). An attempt that is lost after the
+//! first delivered token is gone on with elsewhere where the shell can do that ([`Session::set_resumable`]); else the request ends, and its
+//! client is told.
 
 mod fault;
 mod register;

@@ -7,10 +7,13 @@ use crate::{
     register::{Epoch, Offer, Owner, Register},
 };
 
+/// Attempts in a row that may go on with an output without adding anything to it.
+const LOSSES_MAX: u32 = 5;
+
 /// Bounds on one request.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Attempts in all, the first one included; at least 1.
+    /// Attempts until one gives output, the first one included; at least 1.
     pub attempts: u32,
     /// Longest silence of a replica after its first token.
     pub stall: Duration,
@@ -72,7 +75,8 @@ pub enum Input {
 /// What the shell must do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Action {
-    /// Ask the router for a place, not on these replicas. Answered by [`Input::Placed`] or [`Input::Refused`].
+    /// Ask the router for a place, not on these replicas, for what is left of the request: its output so far is [`Session::delivered`].
+    /// Answered by [`Input::Placed`] or [`Input::Refused`].
     Place { excluded: Vec<ReplicaId> },
     /// Open the request at the replica.
     Start(Owner),
@@ -141,9 +145,13 @@ pub struct Session {
     register: Register,
     phase: Phase,
     deadline: Time,
-    /// Replicas that failed this request, in order; at most `limits.attempts`.
+    /// Replicas that failed this request, in order, at most `limits.attempts`; once it has output, the one that failed it last.
     excluded: Vec<ReplicaId>,
     last_fault: Option<Fault>,
+    /// An attempt that fails now may be followed by one that goes on where it ended.
+    resumable: bool,
+    /// Since the last output.
+    losses: u32,
     actions: VecDeque<Action>,
 }
 
@@ -156,6 +164,8 @@ impl Session {
             deadline: now + config.limits.total,
             excluded: Vec::new(),
             last_fault: None,
+            resumable: false,
+            losses: 0,
             actions: VecDeque::from([Action::Place { excluded: Vec::new() }]),
         }
     }
@@ -208,8 +218,15 @@ impl Session {
         };
         if self.register.is_current(epoch) && count > 0 {
             self.phase = Phase::Streaming { silent_since: now };
+            self.losses = 0;
         }
         offer
+    }
+
+    /// Whether what the client has can be gone on with at another replica, if the attempt fails. Asked only of an attempt that has given
+    /// output: the next one then begins at [`Self::delivered`], of which the same is to be told anew.
+    pub fn set_resumable(&mut self, resumable: bool) {
+        self.resumable = resumable;
     }
 
     pub fn handle(&mut self, input: Input, now: Time) {
@@ -254,6 +271,7 @@ impl Session {
             return;
         }
         let owner = self.register.take(replica);
+        self.resumable = false;
         self.phase = Phase::Starting { due: now + within, within };
         self.actions.push_back(Action::Start(owner));
     }
@@ -304,15 +322,19 @@ impl Session {
         if fault.casts_doubt() {
             self.actions.push_back(Action::Suspect { replica: owner.replica, fault });
         }
-        let unseen = self.config.restartable || self.register.delivered() == 0;
-        if !unseen {
-            return self.end(End::Failed(fault));
+        if self.config.restartable || self.register.delivered() == 0 {
+            if self.register.attempts() >= self.config.limits.attempts {
+                return self.end(End::Exhausted(fault));
+            }
+            self.register.forget_output();
+            self.excluded.push(owner.replica);
+        } else {
+            self.losses += 1;
+            if !self.resumable || self.losses > LOSSES_MAX {
+                return self.end(End::Failed(fault));
+            }
+            self.excluded = vec![owner.replica];
         }
-        if self.register.attempts() >= self.config.limits.attempts {
-            return self.end(End::Exhausted(fault));
-        }
-        self.register.forget_output();
-        self.excluded.push(owner.replica);
         self.last_fault = Some(fault);
         self.phase = Phase::Placing;
         self.actions.push_back(Action::Place { excluded: self.excluded.clone() });

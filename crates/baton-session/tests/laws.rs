@@ -64,6 +64,8 @@ fn event() -> impl Strategy<Value = Event> {
 struct Shell {
     running: Option<Epoch>,
     started: u32,
+    /// Who had it last.
+    last: Option<ReplicaId>,
     failed: Vec<ReplicaId>,
     answers: Vec<Answer>,
     ends: Vec<End>,
@@ -73,22 +75,34 @@ struct Shell {
 }
 
 impl Shell {
-    fn perform(&mut self, session: &mut Session, restartable: bool) {
+    /// Whether the next attempt has to begin where the client's output ends.
+    fn goes_on(&self, restartable: bool) -> bool {
+        !restartable && self.seen.values().any(|count| *count > 0)
+    }
+
+    fn perform(&mut self, session: &mut Session, restartable: bool, resumable: bool) {
         while let Some(action) = session.poll() {
             assert!(self.ends.is_empty(), "{action:?} came after the end");
             match action {
                 Action::Place { excluded } => {
                     assert!(self.running.is_none(), "placed again while it runs");
-                    assert!(self.failed.iter().all(|replica| excluded.contains(replica)));
+                    if self.goes_on(restartable) {
+                        assert!(resumable, "goes on though nobody can");
+                        assert_eq!(excluded, self.last.into_iter().collect::<Vec<_>>());
+                    } else {
+                        assert!(self.failed.iter().all(|replica| excluded.contains(replica)));
+                    }
                 }
                 Action::Start(owner) => {
                     assert!(self.running.is_none(), "two owners");
                     self.running = Some(owner.epoch);
+                    self.last = Some(owner.replica);
                     self.started += 1;
                     assert_eq!(owner.epoch, Epoch(self.started));
-                    assert!(restartable || self.seen.values().all(|count| *count == 0), "restarted though the client saw output");
-                    self.seen.clear();
-                    self.finished.clear();
+                    if !self.goes_on(restartable) {
+                        self.seen.clear();
+                        self.finished.clear();
+                    }
                 }
                 Action::Stop(owner) => {
                     assert_eq!(self.running.take(), Some(owner.epoch), "stopped what does not run");
@@ -110,15 +124,17 @@ proptest! {
         events in prop::collection::vec(event(), 1..60),
         attempts in 1u32..4,
         restartable in any::<bool>(),
+        resumable in any::<bool>(),
         choices in prop::option::of(1u32..3),
     ) {
         let limits = Limits { attempts, stall: Duration::from_millis(30), total: Duration::from_millis(300) };
         let mut session = Session::new(SessionConfig { limits, choices, restartable }, Time::ZERO);
         let mut shell = Shell::default();
         let mut now = Time::ZERO;
-        shell.perform(&mut session, restartable);
+        shell.perform(&mut session, restartable, resumable);
         for event in events {
             let running = shell.running;
+            session.set_resumable(resumable);
             match event {
                 Event::Wait(ms) => {
                     now += Duration::from_millis(ms);
@@ -158,19 +174,20 @@ proptest! {
                     *shell.seen.entry(choice).or_default() += count;
                 }
             }
-            shell.perform(&mut session, restartable);
+            shell.perform(&mut session, restartable, resumable);
             prop_assert_eq!(session.owner().map(|owner| owner.epoch), shell.running);
-            prop_assert!(session.attempts() <= attempts);
+            prop_assert!(resumable || session.attempts() <= attempts);
         }
         // Time alone brings every request to its end.
         while let Some(due) = session.poll_timeout() {
             prop_assert!(due <= Time::ZERO + limits.total);
             now = now.max(due);
+            session.set_resumable(resumable);
             session.handle(Input::Timeout, now);
             if let Some(replica) = (0..REPLICAS).map(ReplicaId).find(|replica| !shell.failed.contains(replica)) {
                 session.handle(Input::Placed { replica, first_token_within: Duration::from_millis(5) }, now);
             }
-            shell.perform(&mut session, restartable);
+            shell.perform(&mut session, restartable, resumable);
         }
         prop_assert_eq!(shell.ends.len(), 1);
         prop_assert_eq!(shell.running, None, "something runs after the end");

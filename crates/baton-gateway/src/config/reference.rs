@@ -11,7 +11,7 @@ use super::{ClassConfig, EngineConfig, FrontConfig, GatewayConfig, MovesConfig, 
 const COLUMNS: usize = 110;
 
 /// Values that are no default, for options without one.
-const EXAMPLES: [(&str, &str); 20] = [
+const EXAMPLES: [(&str, &str); 21] = [
     ("gateway.admin_bind", "\"127.0.0.1:8081\""),
     ("gateway.admin_key", "{ env = \"BATON_ADMIN_KEY\" }"),
     ("gateway.fleet_key_file", "\"/etc/baton/fleet.key\""),
@@ -29,6 +29,7 @@ const EXAMPLES: [(&str, &str); 20] = [
     ("engines.kv_replay", "\"tcp://127.0.0.1:5558\""),
     ("engines.priorities", "false"),
     ("engines.group", "\"rack-a-h100\""),
+    ("engines.numerics", "\"llama-3-8b bf16 h100\""),
     ("policy.quiet_from", "-10"),
     ("policy.index_snapshot", "\"/var/lib/baton/index\""),
     ("policy.classes.slo_ttft", "\"500ms\""),

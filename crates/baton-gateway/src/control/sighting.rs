@@ -76,6 +76,25 @@ pub(super) async fn models(upstream: &Upstream, engine: &Engine, timeout: Durati
     Ok(read::<ModelList>(&get(upstream, engine, "/v1/models", timeout).await?)?.data)
 }
 
+/// Has it compute one token, for nobody.
+pub(super) async fn one_token(upstream: &Upstream, engine: &Engine, model: &str, timeout: Duration) -> Result<(), FetchError> {
+    let body = serde_json::json!({ "model": model, "prompt": "a", "max_tokens": 1, "temperature": 0 }).to_string();
+    upstream.post(engine.url().join("/v1/completions"), engine.config.key(), body.into(), timeout).await.map(drop)
+}
+
+/// The engine's version, where it tells one.
+pub(super) async fn version(upstream: &Upstream, engine: &Engine, timeout: Duration) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Version {
+        version: String,
+    }
+    if engine.config.kind != EngineKind::Vllm {
+        return None;
+    }
+    let body = get(upstream, engine, "/version", timeout).await.ok()?;
+    read::<Version>(&body).ok().map(|answer| answer.version)
+}
+
 /// Where an engine publishes its KV events: as configured, else as vLLM tells.
 pub(super) async fn kv_source(upstream: &Upstream, engine: &Engine, timeout: Duration) -> Option<KvEventSource> {
     if let Some(endpoint) = &engine.config.kv_events {

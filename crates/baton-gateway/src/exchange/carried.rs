@@ -86,7 +86,7 @@ impl Exchange {
     /// By what the engine's answers are made here, and what its bits are called, if the request can be carried at all.
     fn carrier(&self, engine: &Engine) -> Option<(Arc<baton_openai::Service>, String)> {
         let admitted = &self.admitted;
-        if engine.config.kind != EngineKind::Baton || !admitted.exact {
+        if engine.config.kind != EngineKind::Baton || !admitted.exact || !engine.knows_tokens() {
             return None;
         }
         if engine.model(&admitted.live.model).is_some_and(|card| card.parent.is_some()) {
@@ -97,20 +97,30 @@ impl Exchange {
         Some((service, numerics))
     }
 
+    /// The request as far as it is understood without its prompts, for an answer that is made here.
+    pub(super) fn checked(&self, service: &Arc<baton_openai::Service>) -> Result<Checked, ErrorBody> {
+        let (intake, live) = (&self.admitted.intake, &self.admitted.live);
+        let body = intake.carried_body(reserved::takes_priority(EngineKind::Baton, None), &live.model);
+        match intake.api {
+            Api::Chat => Checked::chat(service, &parse(&body)?),
+            Api::Completions => Checked::completion(service, &parse(&body)?),
+        }
+    }
+
+    /// What an answer begins with that is made here.
+    pub(super) fn head(&self, created: u64) -> Head {
+        Head {
+            id: self.view.id().to_owned(),
+            created,
+            model: self.admitted.live.model.clone(),
+            system_fingerprint: Some(concat!("baton-", env!("CARGO_PKG_VERSION")).to_owned()),
+        }
+    }
+
     fn understand(&self, service: &Arc<baton_openai::Service>) -> Result<Understood, ErrorBody> {
         let admitted = &self.admitted;
-        let (intake, live) = (&admitted.intake, &admitted.live);
-        let body = intake.carried_body(reserved::takes_priority(EngineKind::Baton, None), &live.model);
-        let checked = match intake.api {
-            Api::Chat => Checked::chat(service, &parse(&body)?)?,
-            Api::Completions => Checked::completion(service, &parse(&body)?)?,
-        };
-        let head = Head {
-            id: format!("{}{}", intake.api.id_prefix(), live.client_id),
-            created: Clock::unix_now_s(),
-            model: live.model.clone(),
-            system_fingerprint: Some(concat!("baton-", env!("CARGO_PKG_VERSION")).to_owned()),
-        };
+        let checked = self.checked(service)?;
+        let head = self.head(Clock::unix_now_s());
         let prompts = std::iter::once(admitted.chain.tokens()).chain(admitted.further.iter().map(Vec::as_slice));
         checked.with_prompts(head, prompts.map(<[u32]>::to_vec).collect(), fastrand::u64(..))
     }
@@ -147,7 +157,7 @@ impl Exchange {
     fn carrying(&mut self) -> Option<&mut Carrying> {
         match &mut self.attempt.as_mut()?.way {
             Way::Carried(carrying) => Some(carrying),
-            Way::Wire(_) => None,
+            Way::Wire(_) | Way::Resumed(_) => None,
         }
     }
 
@@ -188,30 +198,31 @@ impl Exchange {
     }
 
     fn finish_if_complete(&mut self) {
-        let (stream, chat) = (self.admitted.intake.wishes.stream, self.admitted.intake.api == Api::Chat);
-        let Some(Running { epoch, engine, way: Way::Carried(carrying) }) = &mut self.attempt else { return };
-        if !carrying.answer.has_ended() {
+        if self.carrying().is_none_or(|carrying| !carrying.answer.has_ended()) {
             return;
         }
-        let epoch = *epoch;
-        let counts = carrying.answer.counts();
-        if stream {
-            carrying.answer.finish(self.outlet.events());
-            self.answered = true;
-        } else {
-            let mut body = std::mem::take(&mut carrying.body);
-            carrying.answer.finish(&mut body);
-            self.answer = Some(json_response(StatusCode::OK, Bytes::from(body)));
-        }
+        let Some(Running { epoch, engine, way: Way::Carried(carrying) }) = self.attempt.take() else { return };
+        let Carrying { answer, body, .. } = *carrying;
+        let (chat, counts) = (self.admitted.intake.api == Api::Chat, answer.counts());
+        self.answer_written(answer, body);
         self.usage = Some(if chat {
             Usage::chat(counts.prompt, counts.output, counts.cached, 0)
         } else {
             Usage::completion(counts.prompt, counts.output, counts.cached)
         });
-        let engine = engine.clone();
-        self.attempt = None;
         self.observe(&engine);
         self.session.handle(Input::Completed { epoch }, self.fleet.clock.now());
+    }
+
+    /// All choices of an answer that is made here have ended. `body` is what it has so far, of one that is not streamed.
+    pub(super) fn answer_written(&mut self, mut answer: Answer, mut body: Vec<u8>) {
+        if self.admitted.intake.wishes.stream {
+            answer.finish(self.outlet.events());
+            self.answered = true;
+        } else {
+            answer.finish(&mut body);
+            self.answer = Some(json_response(StatusCode::OK, Bytes::from(body)));
+        }
     }
 
     /// The request is at another replica.

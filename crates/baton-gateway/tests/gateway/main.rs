@@ -5,6 +5,8 @@ mod connections;
 mod copies;
 mod front_door;
 mod kv_events;
+mod priced;
 mod reload;
+mod resume;
 mod streams;
 mod support;

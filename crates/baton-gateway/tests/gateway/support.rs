@@ -4,11 +4,15 @@
 use std::{
     convert::Infallible,
     pin::Pin,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
     task::{Context, Poll},
 };
 
 use baton_gateway::{BaseUrl, EngineConfig, EngineKind, Gateway, GatewayConfig};
+use baton_text::Tokenizer;
 use baton_wire::{
     replica::Report,
     sse::{Decoder, Event},
@@ -26,7 +30,7 @@ use hyper_util::{
 };
 use tokio::{
     net::TcpListener,
-    sync::{mpsc, oneshot},
+    sync::{Notify, mpsc, oneshot},
     task::JoinHandle,
 };
 
@@ -67,11 +71,17 @@ pub(crate) struct FakeEngine {
     pub(crate) kv_sources: Arc<Mutex<String>>,
     /// Body of `/baton/v1/replica`, for an engine that is configured as Baton's own.
     pub(crate) report: Arc<Mutex<String>>,
+    /// It computes what the gateway asks for itself.
+    pub(crate) computes: Arc<AtomicBool>,
+    /// It was asked to.
+    pub(crate) asked: Arc<Notify>,
 }
 
 /// What an engine answers to probes.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 struct Pages {
+    computes: Arc<AtomicBool>,
+    asked: Arc<Notify>,
     models: Arc<Mutex<String>>,
     kv_sources: Arc<Mutex<String>>,
     report: Arc<Mutex<String>>,
@@ -102,11 +112,17 @@ impl FakeEngine {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url: BaseUrl = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
         let (tell, calls) = mpsc::unbounded_channel();
-        let pages = Pages::default();
+        let pages = Pages {
+            computes: Arc::new(AtomicBool::new(true)),
+            asked: Arc::default(),
+            models: Arc::default(),
+            kv_sources: Arc::default(),
+            report: Arc::default(),
+        };
         *pages.models.lock().unwrap() = String::from_utf8(recorded(include_str!("../fixtures/models.resp")).1).unwrap();
         let server = tokio::spawn(serve(listener, tell, pages.clone()));
-        let Pages { models, kv_sources, report } = pages;
-        Self { url, calls, server, models, kv_sources, report }
+        let Pages { models, kv_sources, report, computes, asked } = pages;
+        Self { url, calls, server, models, kv_sources, report, computes, asked }
     }
 
     pub(crate) fn config(&self) -> EngineConfig {
@@ -162,12 +178,19 @@ async fn answer(
     match path.as_str() {
         "/health" => return Ok(whole(200, "")),
         "/metrics" => return Ok(whole(200, METRICS)),
+        "/version" => return Ok(whole(200, r#"{"version":"0.32.0"}"#)),
         "/v1/models" => return Ok(whole(200, &pages.models.lock().unwrap())),
         "/kv_event_sources" => return Ok(page(&pages.kv_sources)),
         "/baton/v1/replica" => return Ok(page(&pages.report)),
         _ => {}
     }
     let headers = request.headers().clone();
+    // What the gateway asks for itself after failures.
+    if headers.get("x-request-id").is_some_and(|id| id == "baton-probe") {
+        let computes = pages.computes.load(Ordering::Relaxed);
+        pages.asked.notify_one();
+        return Ok(whole(if computes { 200 } else { 503 }, "{}"));
+    }
     let body = request.into_body().collect().await.map_err(|_| Broken)?.to_bytes();
     let (answer, answered) = oneshot::channel();
     let body = serde_json::from_slice(&body).unwrap_or_default();
@@ -273,10 +296,15 @@ impl Front {
     }
 
     pub(crate) async fn with(config: GatewayConfig) -> Self {
+        Self::with_text(config, None).await
+    }
+
+    /// One that knows the model's tokens.
+    pub(crate) async fn with_text(config: GatewayConfig, text: Option<Arc<Tokenizer>>) -> Self {
         let count = config.engines.len();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
-        let gateway = Gateway::new(config, None).unwrap();
+        let gateway = Gateway::new(config, text).unwrap();
         gateway.until_ready(count).await;
         let (shutdown, ordered) = oneshot::channel::<()>();
         let serving = gateway.clone();

@@ -142,3 +142,66 @@ fn the_total_limit_and_the_drain_end_a_request_with_an_error() {
         assert_eq!(drain(&mut session), [Action::Stop(owner(0, 1)), Action::Answer(Answer::Error(end)), Action::End(end)]);
     }
 }
+
+#[test]
+fn what_can_be_resumed_goes_on_elsewhere_from_what_was_delivered() {
+    let mut session = running(CONFIG);
+    session.offer(Epoch(1), 0, 0, 3, Time(1));
+    session.set_resumable(true);
+    session.handle(Input::Failed { epoch: Epoch(1), fault: Fault::Truncated }, Time(2));
+    let suspect = Action::Suspect { replica: ReplicaId(0), fault: Fault::Truncated };
+    assert_eq!(drain(&mut session), [suspect, Action::Place { excluded: vec![ReplicaId(0)] }]);
+    assert_eq!(session.delivered(0), 3);
+    session.handle(placed(1), Time(3));
+    assert_eq!(drain(&mut session), [Action::Start(owner(1, 2))]);
+    assert_eq!(session.offer(Epoch(1), 0, 3, 1, Time(4)), Offer::Drop, "the lost attempt gives nothing any more");
+    assert_eq!(session.offer(Epoch(2), 0, 3, 2, Time(5)), Offer::Deliver { skip: 0 });
+    session.handle(Input::ChoiceFinished { epoch: Epoch(2), choice: 0 }, Time(6));
+    session.handle(Input::Completed { epoch: Epoch(2) }, Time(6));
+    assert_eq!(drain(&mut session), [Action::Answer(Answer::Complete), Action::End(End::Finished)]);
+}
+
+#[test]
+fn a_stalled_attempt_is_stopped_and_resumed() {
+    let mut session = running(CONFIG);
+    session.offer(Epoch(1), 0, 0, 1, Time(1));
+    session.set_resumable(true);
+    let due = session.poll_timeout().unwrap();
+    session.handle(Input::Timeout, due);
+    let suspect = Action::Suspect { replica: ReplicaId(0), fault: Fault::Stalled(LIMITS.stall) };
+    assert_eq!(drain(&mut session), [Action::Stop(owner(0, 1)), suspect, Action::Place { excluded: vec![ReplicaId(0)] }]);
+}
+
+#[test]
+fn resuming_ends_when_nobody_adds_anything_and_output_begins_the_count_anew() {
+    let mut session = running(CONFIG);
+    session.offer(Epoch(1), 0, 0, 1, Time(1));
+    let mut epoch = 1;
+    let mut fail = |session: &mut Session| {
+        session.set_resumable(true);
+        session.handle(Input::Failed { epoch: Epoch(epoch), fault: Fault::Unreachable }, Time(2));
+        session.handle(placed(epoch % 2), Time(3));
+        epoch += 1;
+        drain(session)
+    };
+    for _ in 0..LOSSES_MAX {
+        assert!(fail(&mut session).iter().any(|action| matches!(action, Action::Start(_))));
+    }
+    session.offer(Epoch(1 + LOSSES_MAX), 0, 1, 1, Time(4));
+    for _ in 0..LOSSES_MAX {
+        assert!(fail(&mut session).iter().any(|action| matches!(action, Action::Start(_))));
+    }
+    let end = End::Failed(Fault::Unreachable);
+    assert_eq!(fail(&mut session)[1..], [Action::Answer(Answer::Error(end)), Action::End(end)]);
+}
+
+#[test]
+fn who_finds_no_place_to_go_on_is_told_what_failed() {
+    let mut session = running(CONFIG);
+    session.offer(Epoch(1), 0, 0, 1, Time(1));
+    session.set_resumable(true);
+    session.handle(Input::Failed { epoch: Epoch(1), fault: Fault::InBand }, Time(2));
+    session.handle(Input::Refused, Time(3));
+    let end = End::Exhausted(Fault::InBand);
+    assert_eq!(drain(&mut session)[2..], [Action::Answer(Answer::Error(end)), Action::End(end)]);
+}

@@ -1,0 +1,69 @@
+//! Whether an engine makes the same tokens as the gateway: of a text that tokenizers disagree about, and of a chat by its template.
+
+use std::{sync::Arc, time::Duration};
+
+use baton_text::Tokenizer;
+use bytes::Bytes;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::{
+    config::EngineKind,
+    engine::{Agreement, Engine},
+    intake::{ChatPrompt, PromptSource},
+    prompt::Tokenization,
+    upstream::{FetchError, Upstream},
+};
+
+/// Digits, white space, other scripts, characters of several tokens, code.
+const TEXT: &str = "The year 2026, 3.14159 and 1000000.\n\n\tfn main() {    println!(\"na\u{ef}ve\"); }\r\n\u{65e5}\u{672c}\u{8a9e} \u{1f600}\u{1f468}\u{200d}\u{1f4bb} e\u{301}  \u{a0}x";
+const CACHE_BYTES: usize = 64 << 10;
+
+#[derive(Debug, Deserialize)]
+struct Answer {
+    tokens: Vec<u32>,
+}
+
+/// Asks the engine. What it does not answer is no disagreement.
+pub(super) async fn compare(upstream: &Upstream, engine: &Engine, model: &str, text: &Arc<Tokenizer>, timeout: Duration) -> Agreement {
+    let ask = async |path: &str, body: Value| -> Result<Bytes, FetchError> {
+        upstream.post(engine.url().join(path), engine.config.key(), body.to_string().into(), timeout).await
+    };
+    let messages = [json!({ "role": "system", "content": "Be brief." }), json!({ "role": "user", "content": TEXT })];
+    let (theirs, their_chat) = match engine.config.kind {
+        EngineKind::Vllm | EngineKind::Baton => (
+            ask("/tokenize", json!({ "model": model, "prompt": TEXT, "add_special_tokens": false })).await,
+            ask("/tokenize", json!({ "model": model, "messages": messages, "add_generation_prompt": true })).await,
+        ),
+        EngineKind::LlamaCpp => {
+            let theirs = ask("/tokenize", json!({ "content": TEXT, "add_special": false })).await;
+            let prompt = ask("/apply-template", json!({ "messages": messages })).await.ok().and_then(|answer| prompt_in(&answer));
+            match prompt {
+                Some(prompt) => (theirs, ask("/tokenize", json!({ "content": prompt, "add_special": false, "parse_special": true })).await),
+                None => (theirs, Err(FetchError::Unreadable("no template".to_owned()))),
+            }
+        }
+        EngineKind::Sglang | EngineKind::OpenAi => return Agreement::Unchecked,
+    };
+    let read = |answer: Result<Bytes, FetchError>| serde_json::from_slice::<Answer>(&answer.ok()?).ok().map(|answer| answer.tokens);
+    let (theirs, their_chat) = (read(theirs), read(their_chat));
+    let chat = ChatPrompt {
+        messages: messages.iter().map(|message| message.to_string().into()).collect(),
+        tools: None,
+        kwargs: None,
+        add_generation_prompt: true,
+        add_special: false,
+    };
+    let chat = Tokenization::new(Some(text.clone()), CACHE_BYTES).tokenize(&PromptSource::Chat(chat)).await;
+    let agreements =
+        [theirs.map(|theirs| theirs == text.encode(TEXT, false)), their_chat.filter(|_| chat.exact).map(|theirs| theirs == chat.tokens)];
+    match agreements {
+        [Some(false), _] | [_, Some(false)] => Agreement::Different,
+        [Some(true), _] | [_, Some(true)] => Agreement::Same,
+        [None, None] => Agreement::Unchecked,
+    }
+}
+
+fn prompt_in(answer: &[u8]) -> Option<String> {
+    serde_json::from_slice::<Value>(answer).ok()?.get("prompt")?.as_str().map(str::to_owned)
+}
