@@ -12,7 +12,7 @@ use baton_units::{ReplicaId, RequestId, Time};
 use baton_wire::openai::Prompt;
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
-use http::request::Parts;
+use http::{header::CONTENT_LENGTH, request::Parts};
 use serde_json::{Value, json};
 
 use crate::{
@@ -172,6 +172,7 @@ pub(crate) async fn pass(
             Some(response) => {
                 let (parts, body) = response.into_parts();
                 let learns = (head.uri.path() == RESPONSES && parts.status.is_success()).then(|| (shared.clone(), replica));
+                running.left = parts.headers.get(CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
                 return Ok(Response::from_parts(parts, running.watched(body, learns)));
             }
             None => {}
@@ -199,12 +200,14 @@ struct Running {
     live: Arc<Live>,
     booked: Option<Booked>,
     first_at: Option<Time>,
+    /// Bytes of the answer that are to come, where that is known: nobody asks for the end of such a body.
+    left: Option<u64>,
 }
 
 impl Running {
     fn new(fleet: Arc<Fleet>, live: Arc<Live>) -> Self {
         let booked = Some(fleet.admit(live.clone()));
-        Self { fleet, live, booked, first_at: None }
+        Self { fleet, live, booked, first_at: None, left: None }
     }
 
     /// The answer, of which each piece is booked as it passes. `learns`: the engine keeps it under the id that it begins with.
@@ -252,6 +255,10 @@ impl Running {
             let (_, replica) = self.live.state();
             self.live.set(LiveState::Decode, replica);
             self.fleet.metrics.first_token(now.since(self.live.arrived));
+        }
+        self.left = self.left.map(|left| left.saturating_sub(data.len() as u64));
+        if self.left == Some(0) {
+            self.end(Outcome::Finished);
         }
     }
 

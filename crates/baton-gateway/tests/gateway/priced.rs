@@ -60,6 +60,9 @@ async fn a_response_goes_where_the_one_lives_that_it_continues() {
         let (place, call) = next(&mut a, &mut b).await;
         call.reply(200, json!({ "id": id, "object": "response" }).to_string().as_bytes());
         assert_eq!(read_json(response.await.unwrap()).await["id"], id);
+        while in_flight(&front).await > 0 {}
+        let last = front.get("/baton/v1/decisions?limit=1").await.1["decisions"][0].clone();
+        assert_eq!(last["realised"]["outcome"], "finished");
         homes.push((id, place));
     }
     for (id, home) in homes {
