@@ -97,7 +97,7 @@ fn replica(fleet: &Fleet, engine: &Engine, status: Option<&ReplicaStatus>) -> Va
         "url": facts.url,
         "engine": engine.config.kind.as_str(),
         "state": facts.health,
-        "life": facts.life,
+        "life": facts.life.0 - engine.before.0,
         "models": models,
         "queue_ms": status.map(|status| status.queue_ms),
         "in_flight": status.map(|status| status.in_flight),

@@ -124,6 +124,8 @@ const HOLD_OFF_MAX: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub(crate) struct Engine {
     pub(crate) id: ReplicaId,
+    /// The last life of those that had its place before; its own come after.
+    pub(crate) before: Incarnation,
     pub(crate) name: String,
     pub(crate) config: EngineConfig,
     /// Connections for requests.
@@ -142,7 +144,8 @@ pub(crate) struct Engine {
 pub(crate) struct Facts {
     pub(crate) url: BaseUrl,
     pub(crate) health: Health,
-    /// Counts the engine's lives, since engines' own marks are random or missing and the index compares them by order.
+    /// Counts the engine's lives on from [`Engine::before`], since engines' own marks are random or missing and the index compares them by
+    /// order.
     pub(crate) life: Incarnation,
     /// What the engine says of its life, where it does: Baton's incarnation, vLLM's start time.
     pub(crate) mark: Option<u64>,
@@ -185,11 +188,11 @@ impl Facts {
 
 impl Engine {
     /// Keeps up to `idle_connections` for the next requests.
-    pub(crate) fn new(id: ReplicaId, config: EngineConfig, idle_connections: usize) -> Self {
+    pub(crate) fn new(id: ReplicaId, before: Incarnation, config: EngineConfig, idle_connections: usize) -> Self {
         let facts = Facts {
             url: config.url.clone(),
             health: Health::Unknown,
-            life: Incarnation(0),
+            life: before,
             mark: None,
             models: config.models.iter().map(|model| static_card(model, config.max_model_len)).collect(),
             spec: None,
@@ -208,6 +211,7 @@ impl Engine {
         let lines = Lines::new(Address::new(&config.url, config.key()), idle_connections);
         Self {
             id,
+            before,
             name,
             lines: Arc::new(lines),
             config,
@@ -333,7 +337,8 @@ mod tests {
 
     #[test]
     fn who_fails_again_and_again_is_held_off_and_a_success_forgives() {
-        let engine = Engine::new(ReplicaId(0), EngineConfig::new("http://h:1".parse().unwrap(), crate::config::EngineKind::Vllm), 1);
+        let config = EngineConfig::new("http://h:1".parse().unwrap(), crate::config::EngineKind::Vllm);
+        let engine = Engine::new(ReplicaId(0), Incarnation(0), config, 1);
         let until = |fault| {
             engine.failed(fault, Time(5));
             engine.facts().held_off_until

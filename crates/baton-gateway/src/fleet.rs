@@ -60,6 +60,9 @@ pub(crate) struct Fleet {
     pub(crate) index_bytes_max: usize,
     /// By id; a place is free after its engine was taken out, until another one comes.
     engines: RwLock<Vec<Option<Arc<Engine>>>>,
+    /// The last life of any engine that has left its place. Who comes there counts on from it, so that what still runs at one that left is not
+    /// taken for the newcomer's.
+    lives_ended: Mutex<BTreeMap<ReplicaId, Incarnation>>,
     catalogue: RwLock<Arc<Catalogue>>,
     /// Fair where it is asked to be: writers of the index hand it to who waits.
     placement: parking_lot::Mutex<Placement>,
@@ -155,6 +158,7 @@ impl Fleet {
             snapshot: policy.index_snapshot.clone().map(SnapshotFile::open),
             index_bytes_max: policy.index_bytes,
             engines: RwLock::default(),
+            lives_ended: Mutex::default(),
             catalogue: RwLock::default(),
             reader: router.index().reader(),
             placement: parking_lot::Mutex::new(Placement { router, waiting: HashMap::new(), block_size: None }),
@@ -476,9 +480,16 @@ impl Fleet {
         let mut engines = self.engines.write().unwrap_or_else(PoisonError::into_inner);
         let mut former = std::mem::take(&mut *engines);
         engines.resize(former.len(), None);
+        let leave = |engine: &Engine| {
+            // A look at it may be under way, which begins one more.
+            let last = Incarnation(engine.facts().life.0 + 1);
+            lock(&self.lives_ended).insert(engine.id, last);
+        };
         let mut fresh = Vec::new();
         let mut start = |place: usize, config| {
-            let engine = Arc::new(Engine::new(ReplicaId(place as u32), config, idle_connections));
+            let id = ReplicaId(place as u32);
+            let before = lock(&self.lives_ended).get(&id).copied().unwrap_or_default();
+            let engine = Arc::new(Engine::new(id, before, config, idle_connections));
             fresh.push(engine.clone());
             engine
         };
@@ -487,10 +498,14 @@ impl Fleet {
             let place = former.iter().position(|engine| engine.as_ref().is_some_and(|engine| engine.config.is_of_same(&config)));
             match place.and_then(|place| Some((place, former[place].take()?))) {
                 Some((place, engine)) if engine.config == config => engines[place] = Some(engine),
-                Some((place, _)) => engines[place] = Some(start(place, config)),
+                Some((place, engine)) => {
+                    leave(&engine);
+                    engines[place] = Some(start(place, config));
+                }
                 None => new.push(config),
             }
         }
+        former.iter().flatten().for_each(|engine| leave(engine));
         for config in new {
             let place = engines.iter().position(Option::is_none).unwrap_or(engines.len());
             if place == engines.len() {
@@ -501,6 +516,7 @@ impl Fleet {
         let gone: Vec<ReplicaId> = former.into_iter().flatten().map(|engine| engine.id).collect();
         drop(engines);
         lock(&self.speeds).forget(&gone);
+        self.metrics.forget(&gone);
         self.list_models();
         for id in gone.iter().copied().chain(fresh.iter().map(|engine| engine.id)) {
             self.clear_ahead(id, None);
@@ -513,12 +529,19 @@ impl Fleet {
     }
 
     /// The engine answered and told its shape: it takes requests from here on. `former` is what was known of this life of it before the
-    /// gateway started, to be [taken in](Self::take_in).
+    /// gateway started, to be [taken in](Self::take_in). Of an engine that has left, a word that comes too late counts for nothing.
     pub(crate) fn engine_ready(&self, spec: ReplicaSpec, former: Option<&Former>) {
+        if self.has_left(&spec) {
+            return;
+        }
         self.clear_ahead(spec.id, Some(spec.incarnation));
         let former = former.map(|former| (Snapshot::read(&former.index), former.age()));
         let now = self.clock.now();
         let mut placement = self.placement.lock();
+        // Whoever leaves is taken out of the router after this is known.
+        if self.has_left(&spec) {
+            return;
+        }
         let common = *placement.block_size.get_or_insert(spec.block_size);
         if common != spec.block_size {
             tracing::warn!(
@@ -541,6 +564,10 @@ impl Fleet {
             None => {}
         }
         self.health_changed();
+    }
+
+    fn has_left(&self, spec: &ReplicaSpec) -> bool {
+        lock(&self.lives_ended).get(&spec.id).is_some_and(|last| spec.incarnation <= *last)
     }
 
     /// A request failed there: new ones go elsewhere until a probe, which starts now, succeeds.

@@ -122,6 +122,11 @@ impl Metrics {
         });
     }
 
+    /// Engines that are gone: their ids are free for others, whose counts begin at nothing.
+    pub(crate) fn forget(&self, gone: &[ReplicaId]) {
+        lock(&self.replicas).retain(|id, _| !gone.contains(id));
+    }
+
     fn replica(&self, id: ReplicaId, change: impl FnOnce(&mut ReplicaCounters)) {
         change(lock(&self.replicas).entry(id).or_default());
     }
@@ -224,7 +229,8 @@ impl Metrics {
             page.sample("baton_replica_step_error", &[("replica", &engine.name)], engine.facts().step_error);
         }
         let statuses = fleet.peek_router(|router, now| router.fleet(now));
-        let name = |id: ReplicaId| engines.get(id.index()).map_or("", |engine| engine.name.as_str());
+        let names: BTreeMap<ReplicaId, &str> = engines.iter().map(|engine| (engine.id, engine.name.as_str())).collect();
+        let name = |id: ReplicaId| names.get(&id).copied().unwrap_or_default();
         page.family("baton_replica_queue_seconds", "gauge", "Predicted wait before a new prompt starts.");
         for status in &statuses {
             page.sample("baton_replica_queue_seconds", &[("replica", name(status.id))], status.queue_ms / 1e3);
@@ -413,6 +419,36 @@ mod tests {
         ] {
             assert!(page.lines().any(|found| found == line), "{line} is not in\n{page}");
         }
+    }
+
+    #[test]
+    fn an_engine_that_is_gone_leaves_neither_its_name_nor_its_counts_to_others() {
+        let fleet = Fleet::new(FrontConfig::default(), &PolicyConfig::default());
+        let engine = |port| EngineConfig::new(format!("http://127.0.0.1:{port}").parse().unwrap(), EngineKind::Vllm);
+        let spec = |id| ReplicaSpec {
+            id,
+            incarnation: Incarnation(1),
+            block_size: BlockSize::default(),
+            kv_blocks: Blocks(1000),
+            max_model_len: Tokens(1000),
+            max_running: 8,
+            discipline: Discipline::Chunked { budget: Tokens(64) },
+            step: fleet.engine(id).unwrap().facts().speed.step(),
+        };
+        for engine in fleet.set_engines(vec![engine(1), engine(2)]).fresh {
+            fleet.engine_ready(spec(engine.id), None);
+            fleet.metrics.attempt(engine.id);
+        }
+        fleet.set_engines(vec![engine(2)]);
+        let page = fleet.metrics.render(&fleet, 0);
+        assert!(page.contains("baton_replica_in_flight{replica=\"r1\"} 0\n") && !page.contains("replica=\"\""), "{page}");
+        assert!(page.contains("baton_attempts_total{replica=\"r1\"} 1\n"));
+        fleet.set_engines(vec![engine(2), engine(3)]);
+        let page = fleet.metrics.render(&fleet, 0);
+        assert!(
+            page.contains("baton_attempts_total{replica=\"r0\"} 0\n") && page.contains("baton_attempts_total{replica=\"r1\"} 1\n"),
+            "{page}"
+        );
     }
 
     #[test]
