@@ -11,6 +11,7 @@ use std::{
 };
 
 use baton_cost::{Calibrator, Device, ModelShape, StepCoefficients};
+use baton_discovery::MemberId;
 use baton_openai::Service;
 use baton_policy::{LoadReport, ReplicaSpec, mover::DrainForecast};
 use baton_session::Fault;
@@ -23,6 +24,7 @@ use tokio::sync::{Notify, watch};
 use crate::{
     carry::link::Destination,
     config::EngineConfig,
+    fleet::Found,
     line::{Address, Lines},
     speed::Speed,
 };
@@ -128,6 +130,8 @@ pub(crate) struct Engine {
     pub(crate) before: Incarnation,
     pub(crate) name: String,
     pub(crate) config: EngineConfig,
+    /// Where a source named it.
+    pub(crate) member: Option<MemberId>,
     /// Connections for requests.
     pub(crate) lines: Arc<Lines>,
     facts: Mutex<Facts>,
@@ -143,6 +147,8 @@ pub(crate) struct Engine {
 #[derive(Debug)]
 pub(crate) struct Facts {
     pub(crate) url: BaseUrl,
+    /// What names it, where that is not the configuration.
+    pub(crate) source: Option<Arc<str>>,
     pub(crate) health: Health,
     /// Counts the engine's lives on from [`Engine::before`], since engines' own marks are random or missing and the index compares them by
     /// order.
@@ -174,10 +180,20 @@ pub(crate) struct Facts {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Drain {
     pub(crate) since: Time,
+    pub(crate) by: DrainOrder,
     /// As it was when the drain began.
     pub(crate) forecast: Option<DrainForecast>,
     /// When nothing was left.
     pub(crate) emptied: Option<Time>,
+}
+
+/// Who wants a replica empty.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum DrainOrder {
+    Operator,
+    /// The source that named it says that it terminates.
+    Source,
 }
 
 impl Facts {
@@ -188,9 +204,11 @@ impl Facts {
 
 impl Engine {
     /// Keeps up to `idle_connections` for the next requests.
-    pub(crate) fn new(id: ReplicaId, before: Incarnation, config: EngineConfig, idle_connections: usize) -> Self {
+    pub(crate) fn new(id: ReplicaId, before: Incarnation, config: EngineConfig, found: Option<Found>, idle_connections: usize) -> Self {
+        let (member, source) = found.map(|found| (found.member, found.source)).unzip();
         let facts = Facts {
             url: config.url.clone(),
+            source,
             health: Health::Unknown,
             life: before,
             mark: None,
@@ -215,6 +233,7 @@ impl Engine {
             name,
             lines: Arc::new(lines),
             config,
+            member,
             facts: Mutex::new(facts),
             probe: Notify::new(),
             spoke_at: AtomicU64::new(0),
@@ -338,7 +357,7 @@ mod tests {
     #[test]
     fn who_fails_again_and_again_is_held_off_and_a_success_forgives() {
         let config = EngineConfig::new("http://h:1".parse().unwrap(), crate::config::EngineKind::Vllm);
-        let engine = Engine::new(ReplicaId(0), Incarnation(0), config, 1);
+        let engine = Engine::new(ReplicaId(0), Incarnation(0), config, None, 1);
         let until = |fault| {
             engine.failed(fault, Time(5));
             engine.facts().held_off_until

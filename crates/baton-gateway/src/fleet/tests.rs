@@ -179,7 +179,7 @@ fn what_still_runs_at_an_engine_that_left_is_not_taken_for_its_successors() {
     let fleet = Fleet::new(FrontConfig::default(), &PolicyConfig::default());
     let join = |port: u16| {
         let config = EngineConfig::new(format!("http://127.0.0.1:{port}").parse().unwrap(), crate::config::EngineKind::Vllm);
-        let engine = fleet.set_engines(vec![config]).fresh.remove(0);
+        let engine = fleet.set_engines([config]).fresh.remove(0);
         engine.facts().life.0 += 1;
         let spec = ReplicaSpec { incarnation: engine.facts().life, ..spec(engine.id.0) };
         fleet.engine_ready(spec, None);
@@ -208,11 +208,11 @@ fn what_still_runs_at_an_engine_that_left_is_not_taken_for_its_successors() {
 fn a_late_word_of_an_engine_that_left_does_not_bring_it_back() {
     let fleet = Fleet::new(FrontConfig::default(), &PolicyConfig::default());
     let config = EngineConfig::new("http://127.0.0.1:1".parse().unwrap(), crate::config::EngineKind::Vllm);
-    let engine = fleet.set_engines(vec![config]).fresh.remove(0);
+    let engine = fleet.set_engines([config]).fresh.remove(0);
     engine.facts().life.0 += 1;
     fleet.engine_ready(spec(0), None);
     assert_eq!(fleet.peek_router(|router, now| router.fleet(now).len()), 1);
-    assert_eq!(fleet.set_engines(Vec::new()).gone, [ReplicaId(0)]);
+    assert_eq!(fleet.set_engines([] as [EngineConfig; 0]).gone, [ReplicaId(0)]);
     fleet.engine_ready(spec(0), None);
     assert_eq!(fleet.peek_router(|router, now| router.fleet(now).len()), 0);
 }
