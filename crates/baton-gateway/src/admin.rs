@@ -82,7 +82,15 @@ async fn fleet(State(shared): State<Arc<Shared>>) -> Json<Value> {
     let replicas: Vec<Value> =
         fleet.engines().iter().map(|engine| replica(fleet, engine, statuses.iter().find(|status| status.id == engine.id))).collect();
     let (policy, held) = fleet.peek_router(|router, _| (router.policy(), router.held()));
-    Json(json!({ "replicas": replicas, "policy": policy.to_string(), "held": held, "block_size": fleet.block_size() }))
+    let sources: Vec<Value> = fleet
+        .metrics
+        .sources()
+        .into_iter()
+        .map(|(label, source)| json!({ "source": label, "engines": source.engines, "refused": source.refused, "failing": source.failing }))
+        .collect();
+    Json(json!({
+        "replicas": replicas, "sources": sources, "policy": policy.to_string(), "held": held, "block_size": fleet.block_size(),
+    }))
 }
 
 fn replica(fleet: &Fleet, engine: &Engine, status: Option<&ReplicaStatus>) -> Value {
@@ -95,9 +103,10 @@ fn replica(fleet: &Fleet, engine: &Engine, status: Option<&ReplicaStatus>) -> Va
         "id": engine.name,
         "index": engine.id,
         "url": facts.url,
+        "source": facts.source.as_deref(),
         "engine": engine.config.kind.as_str(),
         "state": facts.health,
-        "life": facts.life,
+        "life": facts.life.0 - engine.before.0,
         "models": models,
         "queue_ms": status.map(|status| status.queue_ms),
         "in_flight": status.map(|status| status.in_flight),

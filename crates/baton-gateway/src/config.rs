@@ -16,6 +16,7 @@
 //! ```
 
 mod check;
+mod discovery;
 mod read;
 mod reference;
 mod reload;
@@ -28,7 +29,9 @@ use baton_units::{Bytes, Priority};
 use documented::{Documented, DocumentedFields};
 use serde::{Deserialize, Serialize};
 
+pub(crate) use self::discovery::Source;
 pub use self::{
+    discovery::{DiscoveryConfig, DiscoveryType, EngineTemplate},
     read::{ConfigError, Fault},
     reference::{reference, skeleton},
     reload::Reloaded,
@@ -44,6 +47,7 @@ pub struct GatewayConfig {
     pub engines: Vec<EngineConfig>,
     pub policy: PolicyConfig,
     pub moves: MovesConfig,
+    pub discovery: Vec<DiscoveryConfig>,
 }
 
 /// The front door and its bounds.
@@ -350,15 +354,6 @@ impl EngineConfig {
             priorities: None,
             group: None,
             numerics: None,
-        }
-    }
-
-    /// Whether both name one engine: by its name where both have one, else by its address.
-    pub(crate) fn is_of_same(&self, other: &Self) -> bool {
-        match (&self.name, &other.name) {
-            (Some(name), Some(other)) => name == other,
-            (None, None) => self.url == other.url,
-            (Some(_), None) | (None, Some(_)) => false,
         }
     }
 

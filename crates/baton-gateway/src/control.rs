@@ -167,16 +167,17 @@ impl Watcher {
     /// Which life of the engine this is, and whether it has just begun (or begun again after silence).
     fn life(&mut self, sighting: &Sighting) -> (Incarnation, bool) {
         let mut facts = self.engine.facts();
-        if facts.life == Incarnation(0)
+        let never_seen = self.engine.before;
+        if facts.life == never_seen
             && let Some(snapshot) = &self.fleet.snapshot
             && let Some(former) = snapshot.former(&facts.url)
         {
-            facts.life = former.life;
-            facts.mark = Some(former.mark);
-            if sighting.mark == Some(former.mark) {
+            if sighting.mark == Some(former.mark) && former.life > never_seen {
+                facts.life = former.life;
+                facts.mark = Some(former.mark);
                 self.former = Some(former);
             } else {
-                facts.life.0 += 1;
+                facts.life = Incarnation(former.life.max(never_seen).0 + 1);
                 facts.mark = sighting.mark;
                 snapshot.settle(&facts.url);
             }
@@ -184,7 +185,7 @@ impl Watcher {
         let other = facts.mark != sighting.mark && sighting.mark.is_some();
         // Without a mark, a process that went away must be taken for another one when it is back.
         let unmarked_return = sighting.mark.is_none() && facts.health == Health::Dead;
-        if facts.life == Incarnation(0) || other || unmarked_return {
+        if facts.life == never_seen || other || unmarked_return {
             facts.life.0 += 1;
             facts.mark = sighting.mark;
             facts.spec = None;

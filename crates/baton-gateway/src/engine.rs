@@ -8,6 +8,7 @@ use std::{
 };
 
 use baton_cost::{Calibrator, Device, ModelShape, StepCoefficients, StepLoad};
+use baton_discovery::MemberId;
 use baton_openai::Service;
 use baton_policy::{LoadReport, ReplicaSpec, mover::DrainForecast};
 use baton_session::Fault;
@@ -20,6 +21,7 @@ use tokio::sync::{Notify, watch};
 use crate::{
     carry::link::Destination,
     config::EngineConfig,
+    fleet::Found,
     line::{Address, Lines},
     pulse::Pulse,
     speed::Speed,
@@ -130,8 +132,12 @@ const FAILURES_FORGIVEN: u32 = 2;
 #[derive(Debug)]
 pub(crate) struct Engine {
     pub(crate) id: ReplicaId,
+    /// The last life of those that had its place before; its own come after.
+    pub(crate) before: Incarnation,
     pub(crate) name: String,
     pub(crate) config: EngineConfig,
+    /// Where a source named it.
+    pub(crate) member: Option<MemberId>,
     /// Connections for requests.
     pub(crate) lines: Arc<Lines>,
     facts: Mutex<Facts>,
@@ -146,8 +152,11 @@ pub(crate) struct Engine {
 #[derive(Debug)]
 pub(crate) struct Facts {
     pub(crate) url: BaseUrl,
+    /// What names it, where that is not the configuration.
+    pub(crate) source: Option<Arc<str>>,
     pub(crate) health: Health,
-    /// Counts the engine's lives, since engines' own marks are random or missing and the index compares them by order.
+    /// Counts the engine's lives on from [`Engine::before`], since engines' own marks are random or missing and the index compares them by
+    /// order.
     pub(crate) life: Incarnation,
     /// What the engine says of its life, where it does: Baton's incarnation, vLLM's start time.
     pub(crate) mark: Option<u64>,
@@ -180,10 +189,20 @@ pub(crate) struct Facts {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Drain {
     pub(crate) since: Time,
+    pub(crate) by: DrainOrder,
     /// As it was when the drain began.
     pub(crate) forecast: Option<DrainForecast>,
     /// When nothing was left.
     pub(crate) emptied: Option<Time>,
+}
+
+/// Who wants a replica empty.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum DrainOrder {
+    Operator,
+    /// The source that named it says that it terminates.
+    Source,
 }
 
 impl Facts {
@@ -194,11 +213,13 @@ impl Facts {
 
 impl Engine {
     /// Keeps up to `idle_connections` for the next requests.
-    pub(crate) fn new(id: ReplicaId, config: EngineConfig, idle_connections: usize) -> Self {
+    pub(crate) fn new(id: ReplicaId, before: Incarnation, config: EngineConfig, found: Option<Found>, idle_connections: usize) -> Self {
+        let (member, source) = found.map(|found| (found.member, found.source)).unzip();
         let facts = Facts {
             url: config.url.clone(),
+            source,
             health: Health::Unknown,
-            life: Incarnation(0),
+            life: before,
             mark: None,
             models: config.models.iter().map(|model| static_card(model, config.max_model_len)).collect(),
             version: None,
@@ -219,9 +240,11 @@ impl Engine {
         let lines = Lines::new(Address::new(&config.url, config.key()), idle_connections);
         Self {
             id,
+            before,
             name,
             lines: Arc::new(lines),
             config,
+            member,
             facts: Mutex::new(facts),
             probe: Notify::new(),
             pulse: Pulse::default(),
@@ -354,7 +377,8 @@ mod tests {
 
     #[test]
     fn who_fails_again_and_again_is_in_doubt_and_a_success_forgives() {
-        let engine = Engine::new(ReplicaId(0), EngineConfig::new("http://h:1".parse().unwrap(), crate::config::EngineKind::Vllm), 1);
+        let config = EngineConfig::new("http://h:1".parse().unwrap(), crate::config::EngineKind::Vllm);
+        let engine = Engine::new(ReplicaId(0), Incarnation(0), config, None, 1);
         let in_doubt = |fault| {
             engine.failed(fault);
             engine.facts().in_doubt

@@ -1,7 +1,7 @@
 //! The engines, the router that chooses among them, and the requests that run: what the data path and the control loops share.
 
 use std::{
-    collections::{BTreeMap, HashMap, VecDeque},
+    collections::{BTreeMap, HashMap, HashSet, VecDeque},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, RwLock,
         atomic::{AtomicU64, Ordering},
@@ -11,6 +11,7 @@ use std::{
 
 use arc_swap::ArcSwap;
 use baton_cost::StepCoefficients;
+use baton_discovery::MemberId;
 use baton_kv::{Applied, Copying, IndexReader, KvEventBatch, Snapshot};
 use baton_link::Identity;
 use baton_migration::GatewayName;
@@ -26,7 +27,7 @@ use crate::{
     carry::{Desk, Effect, Rounds},
     clock::Clock,
     config::{EngineConfig, FrontConfig, MovesConfig, PolicyConfig},
-    engine::{Drain, Engine, Health},
+    engine::{Drain, DrainOrder, Engine, Health},
     live::Live,
     metrics::Metrics,
     snapshot::{Former, SnapshotFile},
@@ -61,6 +62,9 @@ pub(crate) struct Fleet {
     pub(crate) index_bytes_max: usize,
     /// By id; a place is free after its engine was taken out, until another one comes.
     engines: RwLock<Vec<Option<Arc<Engine>>>>,
+    /// The last life of any engine that has left its place. Who comes there counts on from it, so that what still runs at one that left is not
+    /// taken for the newcomer's.
+    lives_ended: Mutex<BTreeMap<ReplicaId, Incarnation>>,
     catalogue: RwLock<Arc<Catalogue>>,
     /// Fair where it is asked to be: writers of the index hand it to who waits.
     placement: parking_lot::Mutex<Placement>,
@@ -129,6 +133,47 @@ pub(crate) struct Listed {
     pub(crate) lacking: Vec<ReplicaId>,
 }
 
+/// An engine that is to be in the fleet.
+#[derive(Debug)]
+pub(crate) struct Wanted {
+    pub(crate) config: EngineConfig,
+    /// Where a source names it.
+    pub(crate) found: Option<Found>,
+}
+
+/// An engine that a source names.
+#[derive(Debug, Clone)]
+pub(crate) struct Found {
+    pub(crate) member: MemberId,
+    pub(crate) source: Arc<str>,
+    /// It is on its way out.
+    pub(crate) draining: bool,
+}
+
+/// What makes an engine the one that it was: a source's word; else its name where it has one, else its address.
+#[derive(Debug, PartialEq, Eq, Hash)]
+enum Known {
+    Found(MemberId),
+    Name(String),
+    Address(String),
+}
+
+impl Known {
+    fn of(config: &EngineConfig, member: Option<MemberId>) -> Self {
+        match (member, &config.name) {
+            (Some(member), _) => Self::Found(member),
+            (None, Some(name)) => Self::Name(name.clone()),
+            (None, None) => Self::Address(config.url.to_string()),
+        }
+    }
+}
+
+impl From<EngineConfig> for Wanted {
+    fn from(config: EngineConfig) -> Self {
+        Self { config, found: None }
+    }
+}
+
 /// What became of the engines that there were.
 pub(crate) struct EngineChanges {
     /// New or changed: their watchers are to start.
@@ -156,6 +201,7 @@ impl Fleet {
             snapshot: policy.index_snapshot.clone().map(SnapshotFile::open),
             index_bytes_max: policy.index_bytes,
             engines: RwLock::default(),
+            lives_ended: Mutex::default(),
             catalogue: RwLock::default(),
             reader: router.index().reader(),
             placement: parking_lot::Mutex::new(Placement { router, waiting: HashMap::new(), block_size: None }),
@@ -487,37 +533,62 @@ impl Fleet {
         self.engines.read().unwrap_or_else(PoisonError::into_inner).get(id.index()).cloned().flatten()
     }
 
-    /// Replaces the engines. One that is named as before, or is where one was, keeps its place, and if nothing else of it changed its state.
-    pub(crate) fn set_engines(&self, configs: Vec<EngineConfig>) -> EngineChanges {
+    /// Replaces the engines. One that is [known](Known) keeps its place, and if nothing else of it changed its state.
+    pub(crate) fn set_engines(&self, wanted: impl IntoIterator<Item: Into<Wanted>>) -> EngineChanges {
         let idle_connections = self.front().idle_connections;
+        let wanted: Vec<Wanted> = wanted.into_iter().map(Into::into).collect();
         let mut engines = self.engines.write().unwrap_or_else(PoisonError::into_inner);
         let mut former = std::mem::take(&mut *engines);
         engines.resize(former.len(), None);
+        let known = |engine: &Arc<Engine>| Known::of(&engine.config, engine.member);
+        let places: HashMap<Known, usize> =
+            former.iter().enumerate().filter_map(|(place, engine)| Some((known(engine.as_ref()?), place))).collect();
+        let names: HashSet<String> = wanted.iter().filter_map(|wanted| wanted.config.name.clone()).collect();
+        let leave = |engine: &Engine| {
+            // A look at it may be under way, which begins one more.
+            let last = Incarnation(engine.facts().life.0 + 1);
+            lock(&self.lives_ended).insert(engine.id, last);
+        };
         let mut fresh = Vec::new();
-        let mut start = |place: usize, config| {
-            let engine = Arc::new(Engine::new(ReplicaId(place as u32), config, idle_connections));
+        let mut start = |place: usize, wanted: Wanted| {
+            let id = ReplicaId(place as u32);
+            let before = lock(&self.lives_ended).get(&id).copied().unwrap_or_default();
+            let engine = Arc::new(Engine::new(id, before, wanted.config, wanted.found, idle_connections));
             fresh.push(engine.clone());
             engine
         };
         let mut new = Vec::new();
-        for config in configs {
-            let place = former.iter().position(|engine| engine.as_ref().is_some_and(|engine| engine.config.is_of_same(&config)));
-            match place.and_then(|place| Some((place, former[place].take()?))) {
-                Some((place, engine)) if engine.config == config => engines[place] = Some(engine),
-                Some((place, _)) => engines[place] = Some(start(place, config)),
-                None => new.push(config),
+        for wanted in wanted {
+            let place = places.get(&Known::of(&wanted.config, wanted.found.as_ref().map(|found| found.member)));
+            match place.and_then(|place| Some((*place, former[*place].take()?))) {
+                Some((place, engine)) if engine.config == wanted.config => {
+                    engine.facts().source = wanted.found.map(|found| found.source);
+                    engines[place] = Some(engine);
+                }
+                Some((place, engine)) => {
+                    leave(&engine);
+                    engines[place] = Some(start(place, wanted));
+                }
+                None => new.push(wanted),
             }
         }
-        for config in new {
-            let place = engines.iter().position(Option::is_none).unwrap_or(engines.len());
-            if place == engines.len() {
-                engines.push(None);
+        former.iter().flatten().for_each(|engine| leave(engine));
+        for wanted in new {
+            // One without a name is called by its place, and so can be no other.
+            let is_free = |place: &usize| {
+                let named_otherwise = wanted.config.name.is_some() || !names.contains(&ReplicaId(*place as u32).to_string());
+                engines.get(*place).is_none_or(Option::is_none) && named_otherwise
+            };
+            let place = (0..=engines.len() + names.len()).find(is_free).expect("no more places are taken or named than these");
+            if place >= engines.len() {
+                engines.resize(place + 1, None);
             }
-            engines[place] = Some(start(place, config));
+            engines[place] = Some(start(place, wanted));
         }
         let gone: Vec<ReplicaId> = former.into_iter().flatten().map(|engine| engine.id).collect();
         drop(engines);
         lock(&self.speeds).forget(&gone);
+        self.metrics.forget(&gone);
         self.list_models();
         for id in gone.iter().copied().chain(fresh.iter().map(|engine| engine.id)) {
             self.clear_ahead(id, None);
@@ -530,12 +601,19 @@ impl Fleet {
     }
 
     /// The engine answered and told its shape: it takes requests from here on. `former` is what was known of this life of it before the
-    /// gateway started, to be [taken in](Self::take_in).
+    /// gateway started, to be [taken in](Self::take_in). Of an engine that has left, a word that comes too late counts for nothing.
     pub(crate) fn engine_ready(&self, spec: ReplicaSpec, former: Option<&Former>) {
+        if self.has_left(&spec) {
+            return;
+        }
         self.clear_ahead(spec.id, Some(spec.incarnation));
         let former = former.map(|former| (Snapshot::read(&former.index), former.age()));
         let now = self.clock.now();
         let mut placement = self.placement.lock();
+        // Whoever leaves is taken out of the router after this is known.
+        if self.has_left(&spec) {
+            return;
+        }
         let common = *placement.block_size.get_or_insert(spec.block_size);
         if common != spec.block_size {
             tracing::warn!(
@@ -558,6 +636,10 @@ impl Fleet {
             None => {}
         }
         self.health_changed();
+    }
+
+    fn has_left(&self, spec: &ReplicaSpec) -> bool {
+        lock(&self.lives_ended).get(&spec.id).is_some_and(|last| spec.incarnation <= *last)
     }
 
     /// A request failed there: new ones go elsewhere until a probe, which starts now, succeeds.
@@ -644,6 +726,25 @@ impl Fleet {
             self.with_router(|router, now| router.set_state(engine.id, state, now));
         }
         self.health_changed();
+    }
+
+    /// No new requests go to the engine, as who ordered it wants.
+    pub(crate) fn begin_drain(&self, engine: &Engine, by: DrainOrder) {
+        let forecast = self.forecast_drain(engine.id);
+        let in_flight = self.in_flight(engine.id);
+        tracing::info!(replica = engine.name, in_flight, ?by, ?forecast, "draining");
+        self.set_draining(engine, Some(Drain { since: self.clock.now(), by, forecast, emptied: None }));
+    }
+
+    /// A source says whether the engine is on its way out. What an operator ordered stays.
+    pub(crate) fn drain_as_found(&self, engine: &Engine, draining: bool) {
+        let by = engine.facts().draining.map(|drain| drain.by);
+        if draining && by.is_none() {
+            self.begin_drain(engine, DrainOrder::Source);
+        } else if !draining && by == Some(DrainOrder::Source) {
+            tracing::info!(replica = engine.name, "takes requests again");
+            self.set_draining(engine, None);
+        }
     }
 
     /// Ends when at least `replicas` take requests.

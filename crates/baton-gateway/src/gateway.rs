@@ -16,10 +16,11 @@ use tokio::{
 
 use crate::{
     admin, api,
-    config::{ConfigError, EngineConfig, GatewayConfig, Reloaded},
+    config::{ConfigError, DiscoveryConfig, EngineConfig, GatewayConfig, Reloaded},
     control::{self, TaskGuard},
+    discovery::Discovery,
     engine::{BaseUrl, Health},
-    fleet::{EngineChanges, Fleet, Stage},
+    fleet::{EngineChanges, Fleet, Stage, Wanted},
     listener,
     priced::Responses,
     prompt::Tokenization,
@@ -55,6 +56,8 @@ pub(crate) struct Shared {
     /// Where it serves the admin API; known once it serves.
     admin_address: OnceLock<SocketAddr>,
     watchers: Mutex<BTreeMap<ReplicaId, TaskGuard>>,
+    /// Held while the fleet is made what it says, so that no older word overtakes a newer one.
+    discovery: Mutex<Discovery>,
     /// In force.
     config: Mutex<GatewayConfig>,
 }
@@ -63,6 +66,32 @@ impl Shared {
     /// Only processes of this machine can reach the admin API.
     pub(crate) fn is_loopback(&self) -> bool {
         self.admin_address.get().is_some_and(|address| address.ip().is_loopback())
+    }
+
+    /// Makes the fleet what `change` made of the engines that there are to be, where it says that they are others. Gives back how many are
+    /// new or changed, and how many are gone.
+    pub(crate) fn rearrange(&self, change: impl FnOnce(&mut Discovery) -> bool) -> (usize, usize) {
+        let mut discovery = self.discovery.lock().unwrap_or_else(PoisonError::into_inner);
+        if change(&mut discovery) { self.set_engines(discovery.wanted()) } else { (0, 0) }
+    }
+
+    fn set_engines(&self, wanted: Vec<Wanted>) -> (usize, usize) {
+        let draining: BTreeMap<_, bool> =
+            wanted.iter().filter_map(|wanted| Some((wanted.found.as_ref()?.member, wanted.found.as_ref()?.draining))).collect();
+        let EngineChanges { fresh, gone } = self.fleet.set_engines(wanted);
+        for engine in self.fleet.engines() {
+            if let Some(draining) = engine.member.and_then(|member| draining.get(&member)) {
+                self.fleet.drain_as_found(&engine, *draining);
+            }
+        }
+        let mut watchers = self.watchers.lock().unwrap_or_else(PoisonError::into_inner);
+        watchers.retain(|id, _| !gone.contains(id));
+        let counts = (fresh.len(), gone.len());
+        for engine in fresh {
+            let id = engine.id;
+            watchers.insert(id, TaskGuard::spawn(control::watch(self.fleet.clone(), engine)));
+        }
+        counts
     }
 }
 
@@ -80,11 +109,12 @@ impl Gateway {
             responses: Responses::default(),
             admin_address: OnceLock::new(),
             watchers: Mutex::default(),
+            discovery: Mutex::default(),
             config: Mutex::new(config.clone()),
         };
         shared.fleet.set_moves(config.moves);
         let gateway = Self { shared: Arc::new(shared) };
-        gateway.set_engines(config.engines);
+        gateway.configure(config.engines, Some(&config.discovery));
         Ok(gateway)
     }
 
@@ -97,25 +127,24 @@ impl Gateway {
         fleet.set_front(config.gateway.clone());
         fleet.with_router(|router, _| router.reconfigure(config.policy.router()));
         fleet.set_moves(config.moves.clone());
-        let (engines_started, engines_gone) = self.set_engines(config.engines.clone());
+        let (engines_started, engines_gone) = self.configure(config.engines.clone(), Some(&config.discovery));
         *current = config;
         Ok(Reloaded { engines_started, engines_gone, at_next_start })
     }
 
-    /// Replaces the engines. One that is named as before (without a name: at the same address) keeps its id, and its state where nothing
-    /// of its configuration changed; new ones take the ids that are free. Requests that run at an engine which is left out and cannot move
-    /// end there as they would have.
+    /// Replaces the engines of the configuration; those that sources name beside them stay. One that is named as before (without a name: at the
+    /// same address) keeps its id, and its state where nothing of its configuration changed; new ones take the ids that are free. Requests that
+    /// run at an engine which is left out and cannot move end there as they would have.
     /// Gives back how many are new or changed, and how many are gone.
     pub fn set_engines(&self, engines: Vec<EngineConfig>) -> (usize, usize) {
-        let EngineChanges { fresh, gone } = self.shared.fleet.set_engines(engines);
-        let mut watchers = self.shared.watchers.lock().unwrap_or_else(PoisonError::into_inner);
-        watchers.retain(|id, _| !gone.contains(id));
-        let counts = (fresh.len(), gone.len());
-        for engine in fresh {
-            let id = engine.id;
-            watchers.insert(id, TaskGuard::spawn(control::watch(self.shared.fleet.clone(), engine)));
-        }
-        counts
+        self.configure(engines, None)
+    }
+
+    fn configure(&self, engines: Vec<EngineConfig>, sources: Option<&[DiscoveryConfig]>) -> (usize, usize) {
+        self.shared.rearrange(|discovery| {
+            discovery.configure(&self.shared, engines, sources);
+            true
+        })
     }
 
     /// The replica was started (again), perhaps at another address: it is probed at once and used when it answers.

@@ -14,6 +14,7 @@ mod chunk;
 mod clock;
 mod config;
 mod control;
+mod discovery;
 mod engine;
 mod exchange;
 mod fleet;
@@ -43,8 +44,8 @@ mod upstream;
 mod words;
 
 pub use config::{
-    ClassConfig, ConfigError, Continue, EngineConfig, EngineKind, Fault, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig, Reloaded,
-    Secret, reference, skeleton,
+    ClassConfig, ConfigError, Continue, DiscoveryConfig, DiscoveryType, EngineConfig, EngineKind, EngineTemplate, Fault, FrontConfig,
+    GatewayConfig, MovesConfig, PolicyConfig, Reloaded, Secret, reference, skeleton,
 };
 pub use engine::{BaseUrl, UrlError};
 pub use gateway::{Gateway, GatewayError};

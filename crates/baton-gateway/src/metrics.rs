@@ -44,6 +44,20 @@ pub(crate) struct Metrics {
     move_blocks_held: AtomicU64,
     move_compute_gap: Histogram,
     move_client_gap: Histogram,
+    /// Of engines, by label.
+    sources: Mutex<BTreeMap<String, SourceSaid>>,
+}
+
+/// What a source of engines said last, and how often it could not.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub(crate) struct SourceSaid {
+    /// In the fleet by its word.
+    pub(crate) engines: usize,
+    /// Named beyond its bound.
+    pub(crate) refused: usize,
+    pub(crate) failures: u64,
+    /// Why it cannot say anything at the moment.
+    pub(crate) failing: Option<String>,
 }
 
 #[derive(Debug, Default, Clone, Copy)]
@@ -61,6 +75,7 @@ struct ReplicaCounters {
 }
 
 type Count = fn(&ReplicaCounters) -> u64;
+type Word = fn(&SourceSaid) -> f64;
 
 #[derive(Debug, Default)]
 struct Histogram {
@@ -130,6 +145,34 @@ impl Metrics {
         });
     }
 
+    /// Engines that are gone: their ids are free for others, whose counts begin at nothing.
+    pub(crate) fn forget(&self, gone: &[ReplicaId]) {
+        lock(&self.replicas).retain(|id, _| !gone.contains(id));
+    }
+
+    /// Sources that there are from here on; those that were before keep what is known of them.
+    pub(crate) fn set_sources(&self, labels: impl IntoIterator<Item = String>) {
+        let mut sources = lock(&self.sources);
+        let mut former = std::mem::take(&mut *sources);
+        sources.extend(labels.into_iter().map(|label| {
+            let said = former.remove(&label).unwrap_or_default();
+            (label, said)
+        }));
+    }
+
+    /// Changes what is known of a source, and gives it as it was; nothing of one that is not there.
+    pub(crate) fn source(&self, label: &str, change: impl FnOnce(&mut SourceSaid)) -> Option<SourceSaid> {
+        let mut sources = lock(&self.sources);
+        let said = sources.get_mut(label)?;
+        let before = said.clone();
+        change(said);
+        Some(before)
+    }
+
+    pub(crate) fn sources(&self) -> BTreeMap<String, SourceSaid> {
+        lock(&self.sources).clone()
+    }
+
     fn replica(&self, id: ReplicaId, change: impl FnOnce(&mut ReplicaCounters)) {
         change(lock(&self.replicas).entry(id).or_default());
     }
@@ -169,6 +212,7 @@ impl Metrics {
         page.histogram("baton_intake_seconds", "Parsing, tokenizing and keying a request.", &self.intake);
         self.render_moves(&mut page);
         self.render_replicas(&mut page, fleet);
+        self.render_sources(&mut page);
         render_index(&mut page, fleet);
         page.family("baton_text_cache_bytes", "gauge", "Memory of the tokens of text that was seen before.");
         page.sample("baton_text_cache_bytes", &[], text_cache_bytes as f64);
@@ -200,6 +244,24 @@ impl Metrics {
             &self.move_compute_gap,
         );
         page.histogram("baton_move_client_gap_seconds", "Between a stream's tokens before and after its move.", &self.move_client_gap);
+    }
+
+    fn render_sources(&self, page: &mut Page) {
+        let sources = self.sources();
+        let families: [(&str, &str, &str, Word); 4] = [
+            ("baton_discovery_engines", "gauge", "Replicas that are in the fleet by a source's word.", |said| said.engines as f64),
+            ("baton_discovery_refused", "gauge", "Engines that a source names beyond its max_engines.", |said| said.refused as f64),
+            ("baton_discovery_failing", "gauge", "1 while a source cannot look; what it said last holds.", |said| {
+                f64::from(u8::from(said.failing.is_some()))
+            }),
+            ("baton_discovery_failures_total", "counter", "Looks of a source that came to nothing.", |said| said.failures as f64),
+        ];
+        for (name, kind, help, value) in families {
+            page.family(name, kind, help);
+            for (label, said) in &sources {
+                page.sample(name, &[("source", label)], value(said));
+            }
+        }
     }
 
     fn render_replicas(&self, page: &mut Page, fleet: &Fleet) {
@@ -236,7 +298,8 @@ impl Metrics {
             page.sample("baton_replica_step_error", &[("replica", &engine.name)], engine.facts().step_error);
         }
         let statuses = fleet.peek_router(|router, now| router.fleet(now));
-        let name = |id: ReplicaId| engines.get(id.index()).map_or("", |engine| engine.name.as_str());
+        let names: BTreeMap<ReplicaId, &str> = engines.iter().map(|engine| (engine.id, engine.name.as_str())).collect();
+        let name = |id: ReplicaId| names.get(&id).copied().unwrap_or_default();
         page.family("baton_replica_queue_seconds", "gauge", "Predicted wait before a new prompt starts.");
         for status in &statuses {
             page.sample("baton_replica_queue_seconds", &[("replica", name(status.id))], status.queue_ms / 1e3);
@@ -439,6 +502,58 @@ mod tests {
         ] {
             assert!(page.lines().any(|found| found == line), "{line} is not in\n{page}");
         }
+    }
+
+    #[test]
+    fn an_engine_that_is_gone_leaves_neither_its_name_nor_its_counts_to_others() {
+        let fleet = Fleet::new(FrontConfig::default(), &PolicyConfig::default());
+        let engine = |port| EngineConfig::new(format!("http://127.0.0.1:{port}").parse().unwrap(), EngineKind::Vllm);
+        let spec = |id| ReplicaSpec {
+            id,
+            incarnation: Incarnation(1),
+            block_size: BlockSize::default(),
+            kv_blocks: Blocks(1000),
+            max_model_len: Tokens(1000),
+            max_running: 8,
+            discipline: Discipline::Chunked { budget: Tokens(64) },
+            step: fleet.engine(id).unwrap().facts().speed.step(),
+        };
+        for engine in fleet.set_engines([engine(1), engine(2)]).fresh {
+            fleet.engine_ready(spec(engine.id), None);
+            fleet.metrics.attempt(engine.id);
+        }
+        fleet.set_engines([engine(2)]);
+        let page = fleet.metrics.render(&fleet, 0);
+        assert!(page.contains("baton_replica_in_flight{replica=\"r1\"} 0\n") && !page.contains("replica=\"\""), "{page}");
+        assert!(page.contains("baton_attempts_total{replica=\"r1\"} 1\n"));
+        fleet.set_engines([engine(2), engine(3)]);
+        let page = fleet.metrics.render(&fleet, 0);
+        assert!(
+            page.contains("baton_attempts_total{replica=\"r0\"} 0\n") && page.contains("baton_attempts_total{replica=\"r1\"} 1\n"),
+            "{page}"
+        );
+    }
+
+    #[test]
+    fn sources_of_engines_are_on_the_page_for_as_long_as_they_are_configured() {
+        let fleet = Fleet::new(FrontConfig::default(), &PolicyConfig::default());
+        fleet.metrics.set_sources(["dns:a:1".to_owned(), "file:/b".to_owned()]);
+        fleet.metrics.source("dns:a:1", |said| (said.engines, said.refused) = (3, 2));
+        fleet.metrics.source("file:/b", |said| (said.failures, said.failing) = (7, Some("no such file".to_owned())));
+        assert_eq!(fleet.metrics.source("other", |_| panic!("there is none")), None);
+        fleet.metrics.set_sources(["file:/b".to_owned(), "dns:a:1".to_owned()]);
+        let page = fleet.metrics.render(&fleet, 0);
+        for line in [
+            "baton_discovery_engines{source=\"dns:a:1\"} 3",
+            "baton_discovery_refused{source=\"dns:a:1\"} 2",
+            "baton_discovery_failing{source=\"dns:a:1\"} 0",
+            "baton_discovery_failing{source=\"file:/b\"} 1",
+            "baton_discovery_failures_total{source=\"file:/b\"} 7",
+        ] {
+            assert!(page.lines().any(|found| found == line), "{line} is not in\n{page}");
+        }
+        fleet.metrics.set_sources(["file:/b".to_owned()]);
+        assert!(!fleet.metrics.render(&fleet, 0).contains("dns:a:1"));
     }
 
     #[test]

@@ -93,6 +93,9 @@ fn complain(message: &str) {
 /// `BATON_LOG` takes filters such as `info` or `baton_gateway=debug`.
 fn log_to_stderr() {
     let filter = EnvFilter::builder().with_default_directive(LevelFilter::WARN.into()).with_env_var("BATON_LOG").from_env_lossy();
+    // kube tells of each failed call as an error. A source of engines that cannot look says so itself, once.
+    let asked_for = std::env::var("BATON_LOG").is_ok_and(|wanted| wanted.contains("kube"));
+    let filter = if asked_for { filter } else { filter.add_directive("kube_client=off".parse().expect("it is a directive")) };
     // Colours are for eyes; in a log file they are noise that breaks searches.
     let ansi = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).with_ansi(ansi).init();

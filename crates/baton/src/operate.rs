@@ -108,10 +108,11 @@ pub(crate) async fn fleet(args: &FleetArgs, out: &mut impl Write) -> Result<()> 
             ms(&replica["queue_ms"]),
             kv,
             moves,
+            text(&replica["source"]),
             text(&replica["url"]),
         ]
     });
-    table(&["REPLICA", "ENGINE", "STATE", "RUNNING", "QUEUE", "KV FREE", "MOVES", "ADDRESS"], rows, out)?;
+    table(&["REPLICA", "ENGINE", "STATE", "RUNNING", "QUEUE", "KV FREE", "MOVES", "SOURCE", "ADDRESS"], rows, out)?;
     Ok(writeln!(out, "policy {}, {} held", text(&fleet["policy"]), text(&fleet["held"]))?)
 }
 

@@ -57,7 +57,13 @@ pub(crate) fn check(args: &CheckArgs) -> Result<()> {
     };
     let name = path.display();
     match GatewayConfig::from_toml(&read(path)?) {
-        Ok(config) => print(&format!("{name}: {} engines, policy {}\n", config.engines.len(), config.policy.name)),
+        Ok(config) => {
+            let sources = match config.discovery.len() {
+                0 => String::new(),
+                sources => format!(", {sources} sources of engines"),
+            };
+            print(&format!("{name}: {} engines{sources}, policy {}\n", config.engines.len(), config.policy.name));
+        }
         Err(ConfigError::Faults(faults)) => {
             for fault in &faults {
                 print(&format!("{name}: {fault}\n"));

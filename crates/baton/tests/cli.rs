@@ -61,6 +61,8 @@ fn every_mistake_of_a_configuration_is_named() {
     assert_eq!(told[0], format!("{name}: line 2: gateway.attemps = unknown; did you mean attempts?"));
     assert_eq!(told[1], format!("{name}: line 4: polcy = unknown; did you mean policy?"));
     assert!(told.len() == 3 && told[2].contains("no [[engines]]"), "{stdout}");
+    let found = check("[[discovery]]\ntype = \"dns\"\nname = \"engines.invalid\"\nport = 8000\nengine.kind = \"vllm\"\n");
+    assert_eq!(found, (Some(0), format!("{name}: 0 engines, 1 sources of engines, policy price\n"), String::new()));
     let skeleton = String::from_utf8(run(&["serve", "--print-config"]).stdout).unwrap();
     assert_eq!(check(&skeleton), (Some(0), format!("{name}: 1 engines, policy price\n"), String::new()));
     std::fs::remove_file(&path).unwrap();

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use super::Page;
 use crate::{
     carry::{MoveOutcome, MoveRecord},
-    engine::{Drain, Engine},
+    engine::{Drain, DrainOrder, Engine},
     fleet::Fleet,
     gateway::Shared,
     refusal::Refusal,
@@ -105,10 +105,7 @@ pub(super) async fn drain(State(shared): State<Arc<Shared>>, Path(id): Path<Stri
     if fleet.engines().iter().all(|other| other.id == engine.id || !other.facts().takes_requests()) {
         return Err(Refusal::Conflict(format!("{id} is the only replica that takes requests; start or undrain another one first")));
     }
-    let forecast = fleet.forecast_drain(engine.id);
-    let in_flight = fleet.in_flight(engine.id);
-    tracing::info!(replica = engine.name, in_flight, ?forecast, "draining");
-    fleet.set_draining(&engine, Some(Drain { since: fleet.clock.now(), forecast, emptied: None }));
+    fleet.begin_drain(&engine, DrainOrder::Operator);
     Ok(Json(status(fleet, &engine)))
 }
 
@@ -137,6 +134,7 @@ fn status(fleet: &Fleet, engine: &Engine) -> Value {
 pub(super) fn drain_json(drain: &Drain, fleet: &Fleet) -> Value {
     json!({
         "since_ms": fleet.clock.now().since(drain.since).as_ms(),
+        "by": drain.by,
         "forecast_ms": drain.forecast.map(|forecast| forecast.finishes_in.as_ms()),
         "forecast_moves": drain.forecast.map(|forecast| forecast.moves),
         "forecast_stays": drain.forecast.map(|forecast| forecast.stays),

@@ -6,10 +6,16 @@ use baton_policy::PriceWeights;
 use baton_units::ReplicaId;
 use http::HeaderValue;
 
-use super::{ConfigError, Fault, FrontConfig, GatewayConfig, PolicyConfig};
+use super::{ConfigError, EngineConfig, Fault, FrontConfig, GatewayConfig, PolicyConfig};
 
 /// A third of it, in two generations, still holds a message of a few hundred words.
 const TEXT_CACHE_BYTES_MIN: usize = 64 << 10;
+
+/// As many as the index of the fleet's caches can tell apart.
+const REPLICAS_MAX: usize = 4096;
+
+/// Between two looks for engines.
+const LOOK_EVERY_MAX: Duration = Duration::from_hours(24);
 
 /// Faults, as they are found.
 #[derive(Default)]
@@ -23,7 +29,8 @@ impl GatewayConfig {
         let mut check = Check::default();
         check.front(&self.gateway);
         check.policy(&self.policy);
-        check.engines(self);
+        check.engines(&self.engines);
+        check.discovery(self);
         ConfigError::unless(check.faults)
     }
 }
@@ -93,9 +100,9 @@ impl Check {
         }
     }
 
-    fn engines(&mut self, config: &GatewayConfig) {
+    fn engines(&mut self, engines: &[EngineConfig]) {
         let (mut names, mut urls) = (BTreeSet::new(), BTreeSet::new());
-        for (place, engine) in config.engines.iter().enumerate() {
+        for (place, engine) in engines.iter().enumerate() {
             let option = |name: &str| format!("engines[{place}].{name}");
             // Two engines under one name would be one in metrics, and one address twice is one engine with half of its load unseen.
             let name = engine.name.clone().unwrap_or_else(|| ReplicaId(place as u32).to_string());
@@ -106,17 +113,57 @@ impl Check {
             if !urls.insert(url.clone()) {
                 self.refuse(option("url"), url, "an engine is named twice; leave one out");
             }
-            if engine.key.as_ref().is_some_and(|key| HeaderValue::from_str(key.reveal()).is_err()) {
-                self.refuse(option("key"), "(not shown)", FITS_HEADER);
+            self.engine(engine, option);
+        }
+    }
+
+    /// What is to be said of one engine alone.
+    fn engine(&mut self, engine: &EngineConfig, option: impl Fn(&str) -> String) {
+        if engine.key.as_ref().is_some_and(|key| HeaderValue::from_str(key.reveal()).is_err()) {
+            self.refuse(option("key"), "(not shown)", FITS_HEADER);
+        }
+        for (name, value) in [
+            ("max_model_len", engine.max_model_len),
+            ("block_size", engine.block_size),
+            ("kv_blocks", engine.kv_blocks),
+            ("max_running", engine.max_running),
+            ("token_budget", engine.token_budget),
+        ] {
+            self.positive(option(name), value.map_or(1, u64::from));
+        }
+    }
+
+    fn discovery(&mut self, config: &GatewayConfig) {
+        let mut labels = BTreeSet::new();
+        let mut replicas = config.engines.len();
+        for (place, source) in config.discovery.iter().enumerate() {
+            let option = |name: &str| format!("discovery[{place}].{name}");
+            for wrong in source.source().err().unwrap_or_default() {
+                self.refuse(option(wrong.option), wrong.value, &wrong.want);
             }
-            for (name, value) in [
-                ("max_model_len", engine.max_model_len),
-                ("block_size", engine.block_size),
-                ("kv_blocks", engine.kv_blocks),
-                ("max_running", engine.max_running),
-                ("token_budget", engine.token_budget),
-            ] {
-                self.positive(option(name), value.map_or(1, u64::from));
+            if !labels.insert(source.label()) {
+                self.refuse(option("type"), source.label(), "a source is named twice; leave one out");
+            }
+            let every = source.every.unwrap_or(LOOK_EVERY_MAX);
+            self.lasting(option("every"), every, "nobody looks without a pause; give more");
+            if every > LOOK_EVERY_MAX {
+                self.refuse(option("every"), humantime::format_duration(every), "engines come and go within a day; give less");
+            }
+            self.positive(option("max_engines"), source.max_engines as u64);
+            replicas = replicas.saturating_add(source.max_engines);
+            if replicas > REPLICAS_MAX {
+                self.refuse(
+                    option("max_engines"),
+                    source.max_engines,
+                    "a fleet has at most 4096 replicas, configured and found; give less",
+                );
+            }
+            let nowhere = "http://engine".parse().expect("it is a URL");
+            self.engine(&source.engine.at(nowhere), |name| option(&format!("engine.{name}")));
+            for (name, endpoint) in [("kv_events", &source.engine.kv_events), ("kv_replay", &source.engine.kv_replay)] {
+                if let Some(endpoint) = endpoint.as_ref().filter(|endpoint| !endpoint.starts_with("tcp://*:")) {
+                    self.refuse(option(&format!("engine.{name}")), endpoint, "engines that are found have a host each; give tcp://*:PORT");
+                }
             }
         }
     }

@@ -80,8 +80,9 @@ impl GatewayConfig {
                 if let Err(ConfigError::Faults(wrong)) = config.check() {
                     faults.extend(wrong.into_iter().map(|fault| Fault { line: file.line_of(known.get_ref(), &fault.option), ..fault }));
                 }
-                if config.engines.is_empty() {
-                    let what = "no [[engines]] are configured; name at least one url and kind".to_owned();
+                if config.engines.is_empty() && config.discovery.is_empty() {
+                    let what =
+                        "no [[engines]] are configured; name at least one url and kind, or a source of engines in [[discovery]]".to_owned();
                     faults.push(Fault { line: None, option: String::new(), what });
                 }
                 ConfigError::unless(faults).map(|()| config)

@@ -5,13 +5,13 @@ use std::fmt::Write as _;
 use baton_policy::PriceWeights;
 use documented::{Documented, DocumentedFields};
 
-use super::{ClassConfig, EngineConfig, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig};
+use super::{ClassConfig, DiscoveryConfig, EngineConfig, EngineTemplate, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig};
 
 /// Columns of a comment in the skeleton.
 const COLUMNS: usize = 110;
 
 /// Values that are no default, for options without one.
-const EXAMPLES: [(&str, &str); 21] = [
+const EXAMPLES: [(&str, &str); 47] = [
     ("gateway.admin_bind", "\"127.0.0.1:8081\""),
     ("gateway.admin_key", "{ env = \"BATON_ADMIN_KEY\" }"),
     ("gateway.fleet_key_file", "\"/etc/baton/fleet.key\""),
@@ -33,6 +33,32 @@ const EXAMPLES: [(&str, &str); 21] = [
     ("policy.quiet_from", "-10"),
     ("policy.index_snapshot", "\"/var/lib/baton/index\""),
     ("policy.classes.slo_ttft", "\"500ms\""),
+    ("discovery.type", "\"kubernetes\""),
+    ("discovery.name", "\"engines.example.com\""),
+    ("discovery.port", "8000"),
+    ("discovery.path", "\"/etc/baton/engines.toml\""),
+    ("discovery.service", "\"vllm\""),
+    ("discovery.selector", "\"app=vllm\""),
+    ("discovery.namespace", "\"serving\""),
+    ("discovery.kubeconfig", "\"/etc/baton/kubeconfig\""),
+    ("discovery.api", "\"https://10.0.0.1:6443\""),
+    ("discovery.token_file", "\"/etc/baton/token\""),
+    ("discovery.ca_file", "\"/etc/baton/ca.crt\""),
+    ("discovery.every", "\"10s\""),
+    ("discovery.max_engines", "1024"),
+    ("discovery.engine.kind", "\"vllm\""),
+    ("discovery.engine.key", "{ env = \"VLLM_API_KEY\" }"),
+    ("discovery.engine.models", "[\"my-model\"]"),
+    ("discovery.engine.max_model_len", "8192"),
+    ("discovery.engine.block_size", "16"),
+    ("discovery.engine.kv_blocks", "8192"),
+    ("discovery.engine.max_running", "256"),
+    ("discovery.engine.token_budget", "2048"),
+    ("discovery.engine.kv_events", "\"tcp://*:5557\""),
+    ("discovery.engine.kv_replay", "\"tcp://*:5558\""),
+    ("discovery.engine.priorities", "false"),
+    ("discovery.engine.group", "\"rack-a-h100\""),
+    ("discovery.engine.numerics", "\"llama-3-8b bf16 h100\""),
 ];
 
 /// A table of the file.
@@ -49,13 +75,15 @@ const fn section<T: Documented + DocumentedFields>(path: &'static str, several: 
     Section { path, several, about: T::DOCS, names: T::FIELD_NAMES, docs: T::FIELD_DOCS }
 }
 
-const SECTIONS: [Section; 6] = [
+const SECTIONS: [Section; 8] = [
     section::<FrontConfig>("gateway", false),
     section::<EngineConfig>("engines", true),
     section::<PolicyConfig>("policy", false),
     section::<ClassConfig>("policy.classes", true),
     section::<PriceWeights>("policy.weights", false),
     section::<MovesConfig>("moves", false),
+    section::<DiscoveryConfig>("discovery", true),
+    section::<EngineTemplate>("discovery.engine", false),
 ];
 
 impl Section {
@@ -66,14 +94,19 @@ impl Section {
     /// What a table may hold; the file itself has an empty path.
     pub(super) fn names(path: &str) -> Vec<&'static str> {
         match SECTIONS.iter().find(|section| section.path == path) {
-            Some(section) => section.names.to_vec(),
+            Some(section) => section.names.iter().copied().map(written).collect(),
             None => SECTIONS.iter().map(|section| section.path).filter(|path| !path.contains('.')).collect(),
         }
     }
 
     /// Header of the table that has an option of this name.
     pub(super) fn with(name: &str) -> Option<String> {
-        SECTIONS.iter().find(|section| section.names.contains(&name)).map(Self::header)
+        SECTIONS.iter().find(|section| section.names.iter().any(|known| written(known) == name)).map(Self::header)
+    }
+
+    /// The file may lack it, and then it means something else than with all its defaults.
+    fn is_optional(&self) -> bool {
+        self.path.starts_with("discovery")
     }
 
     fn header(&self) -> String {
@@ -82,7 +115,7 @@ impl Section {
 
     /// Options with their docs, without the tables inside, which are sections of their own.
     fn options(&self) -> impl Iterator<Item = (&'static str, &'static str)> {
-        let options = self.names.iter().copied().zip(self.docs.iter().copied());
+        let options = self.names.iter().copied().map(written).zip(self.docs.iter().copied());
         options.filter(|(name, _)| !Self::exists(&format!("{}.{name}", self.path)))
     }
 
@@ -95,6 +128,11 @@ impl Section {
         }
         table.get(name).map(ToString::to_string)
     }
+}
+
+/// An option's name in the file; Rust marks one that is a word of its own.
+fn written(name: &'static str) -> &'static str {
+    name.trim_start_matches("r#")
 }
 
 fn defaults() -> toml::Table {
@@ -114,12 +152,13 @@ pub fn skeleton() -> String {
     for section in &SECTIONS {
         text.push('\n');
         comment(&mut text, section.about);
-        writeln!(text, "{}", section.header()).expect("a string takes it");
+        let mark = if section.is_optional() { "# " } else { "" };
+        writeln!(text, "{mark}{}", section.header()).expect("a string takes it");
         for (name, docs) in section.options() {
             comment(&mut text, docs);
             match section.default_of(&defaults, name) {
                 Some(default) => writeln!(text, "{name} = {default}"),
-                None if REQUIRED.contains(&(section.path, name)) => writeln!(text, "{name} = {}", example(section.path, name)),
+                None if REQUIRED.contains(&(section.path, name)) => writeln!(text, "{mark}{name} = {}", example(section.path, name)),
                 None => writeln!(text, "# {name} = {}", example(section.path, name)),
             }
             .expect("a string takes it");
@@ -128,7 +167,7 @@ pub fn skeleton() -> String {
     text
 }
 
-const REQUIRED: [(&str, &str); 2] = [("engines", "url"), ("engines", "kind")];
+const REQUIRED: [(&str, &str); 4] = [("engines", "url"), ("engines", "kind"), ("discovery", "type"), ("discovery.engine", "kind")];
 
 /// Docs as comment lines. What links mean in a page of Rust says nothing here.
 fn comment(text: &mut String, docs: &str) {

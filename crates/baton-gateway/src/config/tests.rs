@@ -120,7 +120,10 @@ fn the_skeleton_is_valid_and_has_the_defaults() {
 
 #[test]
 fn every_example_of_the_skeleton_is_valid() {
-    let text: Vec<String> = skeleton()
+    let skeleton = skeleton();
+    // Sources of several types are not one.
+    let (text, _) = skeleton.split_once("\n# [[discovery]]\n").unwrap();
+    let text: Vec<String> = text
         .lines()
         .map(|line| match line.strip_prefix("# ") {
             Some(option)
@@ -134,6 +137,73 @@ fn every_example_of_the_skeleton_is_valid() {
     let text = text.join("\n").replace("BATON_ADMIN_KEY", "PATH").replace("VLLM_API_KEY", "PATH");
     let config = GatewayConfig::from_toml(&text).unwrap();
     assert!(config.gateway.admin_key.is_some() && config.engines[0].group.is_some() && config.policy.classes[0].slo_ttft.is_some());
+}
+
+/// Options of a table as the skeleton shows them, by name.
+fn examples(of: &str) -> Vec<(String, String)> {
+    let skeleton = skeleton();
+    let (_, rest) = skeleton.split_once(&format!("\n# {of}\n")).unwrap();
+    let options = rest.lines().take_while(|line| !line.starts_with("# [")).filter_map(|line| line.strip_prefix("# ")?.split_once(" = "));
+    let plain = |name: &str| name.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_');
+    options.filter(|(name, _)| plain(name)).map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
+}
+
+fn source(options: &str) -> String {
+    format!("[[discovery]]\n{options}\nengine.kind = \"vllm\"\n")
+}
+
+#[test]
+fn every_example_of_a_source_is_valid_for_its_type() {
+    let (of_source, of_engine) = (examples("[[discovery]]"), examples("[discovery.engine]"));
+    assert_eq!((of_source.len(), of_engine.len()), (13, 13));
+    for (of, options) in [
+        ("dns", &["name", "port"][..]),
+        ("file", &["path"]),
+        ("kubernetes", &["port", "service", "namespace", "kubeconfig"]),
+        ("kubernetes", &["selector", "api", "token_file", "ca_file"]),
+    ] {
+        let options = options.iter().chain(&["every", "max_engines"]);
+        let value = |name: &str| &of_source.iter().find(|(known, _)| known == name).unwrap().1;
+        let options: Vec<String> = options.map(|name| format!("{name} = {}", value(name))).collect();
+        let engine: Vec<String> = of_engine.iter().map(|(name, value)| format!("{name} = {value}")).collect();
+        let text = format!("[[discovery]]\ntype = \"{of}\"\n{}\n[discovery.engine]\n{}\n", options.join("\n"), engine.join("\n"));
+        let config = GatewayConfig::from_toml(&text.replace("VLLM_API_KEY", "PATH")).unwrap();
+        assert!(config.discovery[0].source().is_ok() && config.discovery[0].engine.key.is_some());
+        let engine = config.discovery[0].engine.at("http://h:1".parse().unwrap());
+        assert_eq!(config.discovery[0].engine.complete(engine.clone()), engine);
+        assert!(engine.group.is_some() && engine.priorities == Some(false) && engine.kv_replay.is_some());
+    }
+}
+
+#[test]
+fn a_source_needs_what_it_looks_for_and_nothing_else() {
+    let told = |options: &str| error(&source(options));
+    assert!(told("type = \"consul\"").contains("discovery[0].type = \"consul\": "));
+    assert!(told("type = \"dns\"\nport = 1").contains("discovery[0].name = (missing): say which name"));
+    assert!(told("type = \"dns\"\nname = \"a\"").contains("discovery[0].port = (missing)"));
+    assert!(told("type = \"dns\"\nname = \"a\"\nport = \"http\"").contains("discovery[0].port = http: must be a number"));
+    assert!(told("type = \"dns\"\nname = \"a\"\nport = 70000").contains("a port is a number up to 65535"));
+    assert!(told("type = \"file\"").contains("discovery[0].path = (missing)"));
+    let foreign = told("type = \"file\"\npath = \"/a\"\nservice = \"s\"");
+    assert_eq!(foreign, "line 4: discovery[0].service = s: means nothing to a source of type file");
+    assert!(told("type = \"kubernetes\"").contains("discovery[0].service = (missing)"));
+    let kubernetes = |options: &str| told(&format!("type = \"kubernetes\"\nservice = \"s\"\n{options}"));
+    assert!(kubernetes("selector = \"a=b\"").contains("not both"));
+    assert!(kubernetes("token_file = \"/t\"").contains("goes with `api`"));
+    assert!(kubernetes("api = \"ftp://h\"").contains("give https://HOST:PORT"));
+    assert!(kubernetes("api = \"https://h\"\nkubeconfig = \"/k\"").contains("not both"));
+    assert!(kubernetes("every = \"0s\"").contains("discovery[0].every"));
+    assert!(kubernetes("every = \"25h\"").contains("discovery[0].every = 1day 1h: "));
+    assert!(kubernetes("max_engines = 0").contains("discovery[0].max_engines"));
+    assert!(kubernetes("max_engines = 5000").contains("at most 4096"));
+    assert!(kubernetes("engine.kv_blocks = 0").contains("discovery[0].engine.kv_blocks = 0: must be at least 1"));
+    assert!(kubernetes("engine.kv_events = \"tcp://10.0.0.1:5557\"").contains("give tcp://*:PORT"));
+    assert!(kubernetes("servce = \"s\"").contains("discovery.servce = unknown; did you mean service?"));
+    assert!(kubernetes("engine.kin = \"s\"").contains("discovery.engine.kin = unknown; did you mean kind?"));
+    let twice = source("type = \"file\"\npath = \"/a\"");
+    assert!(error(&format!("{twice}{twice}")).contains("line 6: discovery[1].type = file:/a: a source is named twice"));
+    let ports = ["1", "2"].map(|port| source(&format!("type = \"dns\"\nname = \"a\"\nport = {port}")));
+    assert_eq!(GatewayConfig::from_toml(&ports.concat()).unwrap().discovery.len(), 2, "another port is another source");
 }
 
 #[test]

@@ -263,7 +263,7 @@ mod tests {
         let mut config = crate::config::EngineConfig::new("http://h:1".parse().unwrap(), EngineKind::OpenAi);
         config.max_model_len = Some(4096);
         config.kv_blocks = Some(77);
-        let engine = Engine::new(baton_units::ReplicaId(3), config, 1);
+        let engine = Engine::new(baton_units::ReplicaId(3), Incarnation(0), config, None, 1);
         let spec = Sighting::default().spec(&engine, &engine.facts(), Incarnation(2));
         assert_eq!((spec.max_model_len, spec.kv_blocks, spec.incarnation), (Tokens(4096), Blocks(77), Incarnation(2)));
         assert_eq!(Sighting::default().load(Time::ZERO), None);

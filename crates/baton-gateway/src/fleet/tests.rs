@@ -175,6 +175,49 @@ fn an_engine_that_dies_or_leaves_takes_no_requests_while_its_entries_go() {
 }
 
 #[test]
+fn what_still_runs_at_an_engine_that_left_is_not_taken_for_its_successors() {
+    let fleet = Fleet::new(FrontConfig::default(), &PolicyConfig::default());
+    let join = |port: u16| {
+        let config = EngineConfig::new(format!("http://127.0.0.1:{port}").parse().unwrap(), crate::config::EngineKind::Vllm);
+        let engine = fleet.set_engines([config]).fresh.remove(0);
+        engine.facts().life.0 += 1;
+        let spec = ReplicaSpec { incarnation: engine.facts().life, ..spec(engine.id.0) };
+        fleet.engine_ready(spec, None);
+        spec
+    };
+    let run = |request| {
+        assert!(matches!(fleet.place(arrival(request)), Placing::Now(Verdict::Run(_))));
+        fleet.keep_books();
+    };
+    let free = || fleet.peek_router(|router, now| router.fleet(now)[0].kv_blocks_free);
+    let gone = join(1);
+    run(1);
+    let spec = join(2);
+    assert!(spec.id == gone.id && spec.incarnation > gone.incarnation, "its place is another one's");
+    run(2);
+    let with_one = free();
+    assert!(with_one < spec.kv_blocks);
+    fleet.with_router(|router, now| router.first_token(RequestId(1), None, now));
+    fleet.finished(RequestId(1), Outcome::Finished, None);
+    assert_eq!((in_flight(&fleet), free()), (1, with_one));
+    fleet.finished(RequestId(2), Outcome::Cancelled, None);
+    assert_eq!((in_flight(&fleet), free()), (0, spec.kv_blocks));
+}
+
+#[test]
+fn a_late_word_of_an_engine_that_left_does_not_bring_it_back() {
+    let fleet = Fleet::new(FrontConfig::default(), &PolicyConfig::default());
+    let config = EngineConfig::new("http://127.0.0.1:1".parse().unwrap(), crate::config::EngineKind::Vllm);
+    let engine = fleet.set_engines([config]).fresh.remove(0);
+    engine.facts().life.0 += 1;
+    fleet.engine_ready(spec(0), None);
+    assert_eq!(fleet.peek_router(|router, now| router.fleet(now).len()), 1);
+    assert_eq!(fleet.set_engines([] as [EngineConfig; 0]).gone, [ReplicaId(0)]);
+    fleet.engine_ready(spec(0), None);
+    assert_eq!(fleet.peek_router(|router, now| router.fleet(now).len()), 0);
+}
+
+#[test]
 fn a_request_whose_task_panics_is_let_go() {
     let fleet = Arc::new(Fleet::new(FrontConfig::default(), &PolicyConfig::default()));
     fleet.engine_ready(spec(0), None);

@@ -3,6 +3,7 @@
 
 mod connections;
 mod copies;
+mod discovery;
 mod front_door;
 mod kv_events;
 mod priced;
