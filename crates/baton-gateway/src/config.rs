@@ -21,7 +21,7 @@ mod reference;
 mod reload;
 mod values;
 
-use std::{fmt, net::SocketAddr, path::PathBuf, time::Duration};
+use std::{fmt, net::SocketAddr, ops::RangeInclusive, path::PathBuf, time::Duration};
 
 use baton_policy::{PolicyName, PriceWeights, PriorityClass, RouterConfig};
 use baton_units::{Bytes, Priority};
@@ -32,9 +32,9 @@ pub use self::{
     read::{ConfigError, Fault},
     reference::{reference, skeleton},
     reload::Reloaded,
-    values::Secret,
+    values::{KeyHash, NotAHash, Secret},
 };
-use crate::{engine::BaseUrl, prompt::KEY_MODEL};
+use crate::{engine::BaseUrl, prompt::KEY_MODEL, reserved::PRIORITY_MAX};
 
 /// Everything that `baton serve --config FILE` reads.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -44,6 +44,7 @@ pub struct GatewayConfig {
     pub engines: Vec<EngineConfig>,
     pub policy: PolicyConfig,
     pub moves: MovesConfig,
+    pub tenants: Vec<TenantConfig>,
 }
 
 /// The front door and its bounds.
@@ -198,6 +199,36 @@ pub struct MovesConfig {
     pub enabled: bool,
 }
 
+/// Clients that share keys, limits and books; the table comes once for each. With at least one, who brings no tenant's key is turned away
+/// with 401; without any, the gateway is open to all who reach it. Tenants and their keys change while it serves (SIGHUP).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Documented, DocumentedFields)]
+#[serde(deny_unknown_fields)]
+pub struct TenantConfig {
+    /// Name in metrics.
+    pub name: String,
+    /// Keys of its clients, which send one as `Authorization: Bearer KEY` or `x-api-key: KEY`. Each is `"sha256:…"`, as `baton hash-key`
+    /// prints it, or `{ env = "NAME" }` or `{ file = "PATH" }` with a hash or the key itself. Keys should be long and random.
+    #[serde(skip_serializing)]
+    pub keys: Vec<KeyHash>,
+    /// Most important priority that its requests get; what asks for a more important one, a lower number, gets this. Default: none, -1000.
+    #[serde(default)]
+    pub priority_max: Option<i32>,
+    /// Names of the `[[policy.classes]]` that its requests may be of. A priority of another class becomes the nearest one, less important
+    /// where there is such, that they may have. Default: all.
+    #[serde(default)]
+    pub classes: Vec<String>,
+    /// Requests that may begin in a minute, and as many at once after a quiet one; more are refused with 429. Default: any number.
+    #[serde(default)]
+    pub requests_per_minute: Option<u64>,
+    /// Tokens of prompts and output together in a minute, and as many at once after a quiet one. A request sets aside its prompt and the output
+    /// that it allows itself (`max_tokens`), and gives back what it did not use; what it uses beyond that is owed. Default: any number.
+    #[serde(default)]
+    pub tokens_per_minute: Option<u64>,
+    /// Requests at once, those that wait in the gateway included; more are refused with 429. Default: any number.
+    #[serde(default)]
+    pub concurrency: Option<u32>,
+}
+
 /// Requests of one importance: who is served before whom, and how soon.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Documented, DocumentedFields)]
 #[serde(deny_unknown_fields)]
@@ -308,6 +339,36 @@ impl PolicyConfig {
             quiet_from: self.quiet_from.map(Priority),
             ..RouterConfig::default()
         }
+    }
+}
+
+impl TenantConfig {
+    /// A tenant without keys and limits.
+    pub fn new(name: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            keys: Vec::new(),
+            priority_max: None,
+            classes: Vec::new(),
+            requests_per_minute: None,
+            tokens_per_minute: None,
+            concurrency: None,
+        }
+    }
+
+    /// Priorities that its requests may have, in order; none where its options contradict each other.
+    pub(crate) fn priorities(&self, classes: &[ClassConfig]) -> Vec<RangeInclusive<i32>> {
+        let most = self.priority_max.unwrap_or(-PRIORITY_MAX).max(-PRIORITY_MAX);
+        if self.classes.is_empty() {
+            return vec![most..=PRIORITY_MAX];
+        }
+        let range = |(place, class): (usize, &ClassConfig)| {
+            // What is more important than all classes is of the first.
+            let from = if place == 0 { most } else { class.from.max(most) };
+            let to = classes.get(place + 1).map_or(PRIORITY_MAX, |next| next.from.saturating_sub(1).min(PRIORITY_MAX));
+            (self.classes.contains(&class.name) && from <= to).then_some(from..=to)
+        };
+        classes.iter().enumerate().filter_map(range).collect()
     }
 }
 

@@ -19,17 +19,20 @@ use baton_session::Fault;
 use baton_text::Tokenizer;
 use baton_units::{BlockSize, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
 use baton_wire::{migration::handshake::FleetKey, openai::ModelCard};
+use http::HeaderMap;
 use tokio::sync::{Notify, oneshot, watch};
 
 use crate::{
     carry::{Desk, Effect, Rounds},
     clock::Clock,
-    config::{EngineConfig, FrontConfig, MovesConfig, PolicyConfig},
+    config::{EngineConfig, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig},
     engine::{Drain, Engine, Health},
     live::Live,
     metrics::Metrics,
+    refusal::Refusal,
     snapshot::{Former, SnapshotFile},
     speed::{Likeness, Speed, Speeds},
+    tenants::{Grant, Tenants},
     upstream::Upstream,
 };
 
@@ -77,6 +80,7 @@ pub(crate) struct Fleet {
     desk_timer_at: AtomicU64,
     rounds: parking_lot::Mutex<Rounds>,
     moves: ArcSwap<MovesConfig>,
+    tenants: ArcSwap<Tenants>,
     /// Told when a request has arrived where it moved to.
     pub(crate) arrived: Notify,
     identity: Identity,
@@ -166,6 +170,7 @@ impl Fleet {
             desk_timer_at: AtomicU64::new(u64::MAX),
             rounds: parking_lot::Mutex::new(Rounds::new(policy.quiet_from.map(Priority))),
             moves: ArcSwap::default(),
+            tenants: ArcSwap::default(),
             arrived: Notify::new(),
             identity: Identity::of_gateway(name, None),
             tokenizer: None,
@@ -204,6 +209,20 @@ impl Fleet {
 
     pub(crate) fn set_moves(&self, moves: MovesConfig) {
         self.moves.store(Arc::new(moves));
+    }
+
+    /// Who may ask, as of now.
+    pub(crate) fn tenants(&self) -> Arc<Tenants> {
+        self.tenants.load_full()
+    }
+
+    pub(crate) fn set_tenants(&self, config: &GatewayConfig) {
+        self.tenants.store(Arc::new(self.tenants().replaced_by(config, self.clock.now())));
+    }
+
+    /// Lets in a request of the tenant whose key its headers have; without a grant where the gateway is open.
+    pub(crate) fn enter(&self, headers: &HeaderMap) -> Result<Option<Grant>, Refusal> {
+        self.tenants().of(headers)?.map(|tenant| tenant.enter(self.clock)).transpose()
     }
 
     // The router.

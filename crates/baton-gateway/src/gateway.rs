@@ -78,6 +78,7 @@ impl Gateway {
             watchers: Mutex::default(),
             config: Mutex::new(config.clone()),
         };
+        shared.fleet.set_tenants(&config);
         shared.fleet.set_moves(config.moves);
         let gateway = Self { shared: Arc::new(shared) };
         gateway.set_engines(config.engines);
@@ -93,6 +94,7 @@ impl Gateway {
         fleet.set_front(config.gateway.clone());
         fleet.with_router(|router, _| router.reconfigure(config.policy.router()));
         fleet.set_moves(config.moves.clone());
+        fleet.set_tenants(&config);
         let (engines_started, engines_gone) = self.set_engines(config.engines.clone());
         *current = config;
         Ok(Reloaded { engines_started, engines_gone, at_next_start })
@@ -154,7 +156,7 @@ impl Gateway {
         if shared.fleet.front().admin_key.is_none() && !address.ip().is_loopback() {
             tracing::warn!(%address, "no admin_key is set and the address is not loopback: /baton/v1 is off");
         }
-        let mut routes = api::routes();
+        let mut routes = api::routes(&shared);
         if admin_listener.is_none() {
             routes = routes.merge(admin::routes(&shared));
         }

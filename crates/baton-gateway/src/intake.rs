@@ -14,6 +14,7 @@ use crate::{
     identity::Identity,
     refusal::Refusal,
     reserved,
+    tenants::Tenant,
 };
 
 /// Which of the two generation APIs a request speaks.
@@ -134,6 +135,17 @@ impl Intake {
             body,
             stripped,
         })
+    }
+
+    /// It is of a client of this tenant, and gets what the tenant allows.
+    pub(crate) fn belong_to(&mut self, tenant: &Tenant) {
+        self.identity.belong_to(tenant.name());
+        self.identity.priority = tenant.terms().priority(self.identity.priority);
+    }
+
+    /// Output tokens that it allows itself, over all choices; `None` where it sets no bound.
+    pub(crate) fn output_max(&self) -> Option<u64> {
+        self.max_output.map(|each| u64::from(each.0) * u64::from(self.choices))
     }
 
     /// How to send it to an engine of that kind.

@@ -36,13 +36,14 @@ mod reserved;
 mod segments;
 mod snapshot;
 mod speed;
+mod tenants;
 mod turns;
 mod upstream;
 mod words;
 
 pub use config::{
-    ClassConfig, ConfigError, EngineConfig, EngineKind, Fault, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig, Reloaded, Secret,
-    reference, skeleton,
+    ClassConfig, ConfigError, EngineConfig, EngineKind, Fault, FrontConfig, GatewayConfig, KeyHash, MovesConfig, NotAHash, PolicyConfig,
+    Reloaded, Secret, TenantConfig, reference, skeleton,
 };
 pub use engine::{BaseUrl, UrlError};
 pub use gateway::{Gateway, GatewayError};

@@ -6,7 +6,7 @@ use baton_policy::PriceWeights;
 use baton_units::ReplicaId;
 use http::HeaderValue;
 
-use super::{ConfigError, Fault, FrontConfig, GatewayConfig, PolicyConfig};
+use super::{ConfigError, Fault, FrontConfig, GatewayConfig, PolicyConfig, TenantConfig};
 
 /// A third of it, in two generations, still holds a message of a few hundred words.
 const TEXT_CACHE_BYTES_MIN: usize = 64 << 10;
@@ -24,6 +24,7 @@ impl GatewayConfig {
         check.front(&self.gateway);
         check.policy(&self.policy);
         check.engines(self);
+        check.tenants(self);
         ConfigError::unless(check.faults)
     }
 }
@@ -117,6 +118,42 @@ impl Check {
                 ("token_budget", engine.token_budget),
             ] {
                 self.positive(option(name), value.map_or(1, u64::from));
+            }
+        }
+    }
+
+    fn tenants(&mut self, config: &GatewayConfig) {
+        let (mut names, mut keys) = (BTreeSet::new(), BTreeSet::new());
+        for (place, tenant) in config.tenants.iter().enumerate() {
+            let option = |name: &str| format!("tenants[{place}].{name}");
+            let TenantConfig { name, .. } = tenant;
+            if name.is_empty() || name.chars().any(char::is_control) {
+                self.refuse(option("name"), format!("{name:?}"), "a tenant has a name without control characters");
+            }
+            if !names.insert(name) {
+                self.refuse(option("name"), name, "each tenant needs a name of its own");
+            }
+            if tenant.keys.is_empty() {
+                self.refuse(option("keys"), "[]", "nobody can be this tenant; give at least one key");
+            }
+            if tenant.keys.iter().filter(|key| !keys.insert(**key)).count() > 0 {
+                self.refuse(option("keys"), "(not shown)", "a key is given twice; it can name one tenant only");
+            }
+            let bounds = [
+                ("requests_per_minute", tenant.requests_per_minute),
+                ("tokens_per_minute", tenant.tokens_per_minute),
+                ("concurrency", tenant.concurrency.map(u64::from)),
+            ];
+            for (name, bound) in bounds {
+                self.positive(option(name), bound.unwrap_or(1));
+            }
+            let classes = &config.policy.classes;
+            for unknown in tenant.classes.iter().filter(|name| !classes.iter().any(|class| class.name == **name)) {
+                self.refuse(option("classes"), format!("{unknown:?}"), "no [[policy.classes]] has this name");
+            }
+            if tenant.priorities(classes).is_empty() {
+                let want = "no priority is both in its classes and as unimportant as priority_max and -1000 to 1000 allow; widen one";
+                self.refuse(option("classes"), format!("{:?}", tenant.classes), want);
             }
         }
     }

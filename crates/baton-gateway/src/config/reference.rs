@@ -5,13 +5,13 @@ use std::fmt::Write as _;
 use baton_policy::PriceWeights;
 use documented::{Documented, DocumentedFields};
 
-use super::{ClassConfig, EngineConfig, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig};
+use super::{ClassConfig, EngineConfig, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig, TenantConfig};
 
 /// Columns of a comment in the skeleton.
 const COLUMNS: usize = 110;
 
 /// Values that are no default, for options without one.
-const EXAMPLES: [(&str, &str); 20] = [
+const EXAMPLES: [(&str, &str); 27] = [
     ("gateway.admin_bind", "\"127.0.0.1:8081\""),
     ("gateway.admin_key", "{ env = \"BATON_ADMIN_KEY\" }"),
     ("gateway.fleet_key_file", "\"/etc/baton/fleet.key\""),
@@ -32,29 +32,46 @@ const EXAMPLES: [(&str, &str); 20] = [
     ("policy.quiet_from", "-10"),
     ("policy.index_snapshot", "\"/var/lib/baton/index\""),
     ("policy.classes.slo_ttft", "\"500ms\""),
+    ("tenants.name", "\"team-a\""),
+    ("tenants.keys", "[{ env = \"TEAM_A_KEY\" }]"),
+    ("tenants.priority_max", "0"),
+    ("tenants.classes", "[\"default\"]"),
+    ("tenants.requests_per_minute", "600"),
+    ("tenants.tokens_per_minute", "1000000"),
+    ("tenants.concurrency", "64"),
 ];
 
 /// A table of the file.
 pub(super) struct Section {
     path: &'static str,
-    /// It may come several times.
-    several: bool,
+    presence: Presence,
     about: &'static str,
     names: &'static [&'static str],
     docs: &'static [&'static str],
 }
 
-const fn section<T: Documented + DocumentedFields>(path: &'static str, several: bool) -> Section {
-    Section { path, several, about: T::DOCS, names: T::FIELD_NAMES, docs: T::FIELD_DOCS }
+/// How often a table comes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Presence {
+    Once,
+    /// At least once.
+    Often,
+    /// As often as wanted, which may be never: its defaults are without it.
+    AtWill,
 }
 
-const SECTIONS: [Section; 6] = [
-    section::<FrontConfig>("gateway", false),
-    section::<EngineConfig>("engines", true),
-    section::<PolicyConfig>("policy", false),
-    section::<ClassConfig>("policy.classes", true),
-    section::<PriceWeights>("policy.weights", false),
-    section::<MovesConfig>("moves", false),
+const fn section<T: Documented + DocumentedFields>(path: &'static str, presence: Presence) -> Section {
+    Section { path, presence, about: T::DOCS, names: T::FIELD_NAMES, docs: T::FIELD_DOCS }
+}
+
+const SECTIONS: [Section; 7] = [
+    section::<FrontConfig>("gateway", Presence::Once),
+    section::<EngineConfig>("engines", Presence::Often),
+    section::<PolicyConfig>("policy", Presence::Once),
+    section::<ClassConfig>("policy.classes", Presence::Often),
+    section::<PriceWeights>("policy.weights", Presence::Once),
+    section::<MovesConfig>("moves", Presence::Once),
+    section::<TenantConfig>("tenants", Presence::AtWill),
 ];
 
 impl Section {
@@ -76,7 +93,7 @@ impl Section {
     }
 
     fn header(&self) -> String {
-        if self.several { format!("[[{}]]", self.path) } else { format!("[{}]", self.path) }
+        if self.presence == Presence::Once { format!("[{}]", self.path) } else { format!("[[{}]]", self.path) }
     }
 
     /// Options with their docs, without the tables inside, which are sections of their own.
@@ -113,12 +130,13 @@ pub fn skeleton() -> String {
     for section in &SECTIONS {
         text.push('\n');
         comment(&mut text, section.about);
-        writeln!(text, "{}", section.header()).expect("a string takes it");
+        let is_there = section.presence != Presence::AtWill;
+        writeln!(text, "{}{}", if is_there { "" } else { "# " }, section.header()).expect("a string takes it");
         for (name, docs) in section.options() {
             comment(&mut text, docs);
             match section.default_of(&defaults, name) {
                 Some(default) => writeln!(text, "{name} = {default}"),
-                None if REQUIRED.contains(&(section.path, name)) => writeln!(text, "{name} = {}", example(section.path, name)),
+                None if is_there && REQUIRED.contains(&(section.path, name)) => writeln!(text, "{name} = {}", example(section.path, name)),
                 None => writeln!(text, "# {name} = {}", example(section.path, name)),
             }
             .expect("a string takes it");
@@ -127,7 +145,7 @@ pub fn skeleton() -> String {
     text
 }
 
-const REQUIRED: [(&str, &str); 2] = [("engines", "url"), ("engines", "kind")];
+const REQUIRED: [(&str, &str); 4] = [("engines", "url"), ("engines", "kind"), ("tenants", "name"), ("tenants", "keys")];
 
 /// Docs as comment lines. What links mean in a page of Rust says nothing here.
 fn comment(text: &mut String, docs: &str) {

@@ -112,6 +112,47 @@ fn keys_come_from_the_file_an_environment_or_another_file() {
 }
 
 #[test]
+fn clients_keys_are_hashes_in_the_file_and_are_never_told() {
+    let key = |value: &str| {
+        let text = format!("{ENGINE}[[tenants]]\nname = \"a\"\nkeys = [{value}]\n");
+        GatewayConfig::from_toml(&text).map(|config| config.tenants[0].keys[0])
+    };
+    let hash = KeyHash::of(b"secret");
+    assert_eq!(hash.to_string(), "sha256:2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b");
+    assert_eq!(key(&format!("\"{hash}\"")).unwrap(), hash);
+    let path = std::env::temp_dir().join(format!("baton-client-key-{}", std::process::id()));
+    for held in ["secret\n".to_owned(), format!("{hash}\n")] {
+        std::fs::write(&path, held).unwrap();
+        assert_eq!(key(&format!("{{ file = {path:?} }}")).unwrap(), hash);
+    }
+    std::fs::remove_file(&path).unwrap();
+    for wrong in
+        ["\"secret\"".to_owned(), format!("\"{}\"", &hash.to_string()[..70]), "\"sha256:secret\"".to_owned(), "[\"secret\"]".to_owned()]
+    {
+        let told = key(&wrong).unwrap_err().to_string();
+        assert!(told.contains("tenants[0].keys") && !told.contains("secret") && !told.contains("2bb8"), "{told}");
+    }
+}
+
+#[test]
+fn tenants_that_cannot_be_are_refused() {
+    let hash = KeyHash::of(b"secret");
+    let tenant = |options: &str| format!("[[tenants]]\nname = \"a\"\nkeys = [\"{hash}\"]\n{options}\n");
+    let told = |options: &str| error(&format!("{ENGINE}{}", tenant(options)));
+    assert!(GatewayConfig::from_toml(&format!("{ENGINE}{}", tenant("priority_max = 5"))).is_ok());
+    assert!(told("concurrency = 0").contains("line 7: tenants[0].concurrency = 0"));
+    assert!(told("tokens_per_minute = 0").contains("tenants[0].tokens_per_minute"));
+    assert!(told("classes = [\"night\"]").contains("tenants[0].classes = \"night\": no [[policy.classes]]"));
+    let class = "[[policy.classes]]\nname = \"first\"\nstart_within = \"1s\"\n[[policy.classes]]\nname = \"rest\"\nfrom = 0\nstart_within = \"1s\"\n";
+    let contradiction = told(&format!("classes = [\"first\"]\npriority_max = 3\n{class}"));
+    assert!(contradiction.contains("no priority is both in its classes"), "{contradiction}");
+    let twice = error(&format!("{ENGINE}{}{}", tenant(""), tenant("")));
+    assert!(twice.contains("tenants[1].name = a") && twice.contains("tenants[1].keys = (not shown)"), "{twice}");
+    assert!(error(&format!("{ENGINE}[[tenants]]\nname = \"a\"\nkeys = []\n")).contains("nobody can be this tenant"));
+    assert!(error(&format!("{ENGINE}[[tenants]]\nname = \"a\"\n")).contains("keys"));
+}
+
+#[test]
 fn the_skeleton_is_valid_and_has_the_defaults() {
     let config = GatewayConfig::from_toml(&skeleton()).unwrap();
     assert_eq!(config.engines.len(), 1);
@@ -122,18 +163,17 @@ fn the_skeleton_is_valid_and_has_the_defaults() {
 fn every_example_of_the_skeleton_is_valid() {
     let text: Vec<String> = skeleton()
         .lines()
-        .map(|line| match line.strip_prefix("# ") {
-            Some(option)
-                if option.split_once(" = ").is_some_and(|(name, _)| name.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_')) =>
-            {
-                option.to_owned()
-            }
-            _ => line.to_owned(),
+        .map(|line| {
+            let is_name = |name: &str| name.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_');
+            let is_example = |text: &&str| text.starts_with('[') || text.split_once(" = ").is_some_and(|(name, _)| is_name(name));
+            line.strip_prefix("# ").filter(is_example).unwrap_or(line).to_owned()
         })
         .collect();
-    let text = text.join("\n").replace("BATON_ADMIN_KEY", "PATH").replace("VLLM_API_KEY", "PATH");
+    let names = ["BATON_ADMIN_KEY", "VLLM_API_KEY", "TEAM_A_KEY"];
+    let text = names.iter().fold(text.join("\n"), |text, name| text.replace(name, "PATH"));
     let config = GatewayConfig::from_toml(&text).unwrap();
     assert!(config.gateway.admin_key.is_some() && config.engines[0].group.is_some() && config.policy.classes[0].slo_ttft.is_some());
+    assert!(config.tenants[0].concurrency.is_some());
 }
 
 #[test]

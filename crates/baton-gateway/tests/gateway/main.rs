@@ -8,3 +8,4 @@ mod kv_events;
 mod reload;
 mod streams;
 mod support;
+mod tenants;
