@@ -101,6 +101,10 @@ pub struct FrontConfig {
     /// Key for `/baton/v1`, as `Authorization: Bearer KEY`. Without one those paths exist only where they are served at a loopback address.
     #[serde(skip_serializing)]
     pub admin_key: Option<Secret>,
+    /// Secret by which tenants' salts are made (`[[tenants]]` with `isolation = "salt"`): at least 16 characters, the same at every gateway of
+    /// the fleet. Another one leaves what is cached behind. Default: none.
+    #[serde(skip_serializing)]
+    pub salt_secret: Option<Secret>,
     /// File with the fleet key, where replicas' control connections ask for one (`baton replica --fleet-key-file`). Default: none.
     pub fleet_key_file: Option<PathBuf>,
 }
@@ -217,6 +221,11 @@ pub struct TenantConfig {
     /// where there is such, that they may have. Default: all.
     #[serde(default)]
     pub classes: Vec<String>,
+    /// `salt`: its prefixes are kept apart from all others', in engines' caches and in what is known of them, so that no other tenant can
+    /// learn from its times what this one sent; needs `[gateway] salt_secret` and engines that take a salt (`baton`, `vllm`, `sglang`).
+    /// `none`: prefixes are shared with all tenants that say so, too. Default `salt`; what is shared is computed once for each tenant.
+    #[serde(default)]
+    pub isolation: Isolation,
     /// Requests that may begin in a minute, and as many at once after a quiet one; more are refused with 429. Default: any number.
     #[serde(default)]
     pub requests_per_minute: Option<u64>,
@@ -227,6 +236,15 @@ pub struct TenantConfig {
     /// Requests at once, those that wait in the gateway included; more are refused with 429. Default: any number.
     #[serde(default)]
     pub concurrency: Option<u32>,
+}
+
+/// Whether a tenant's prefixes are its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Isolation {
+    #[default]
+    Salt,
+    None,
 }
 
 /// Requests of one importance: who is served before whom, and how soon.
@@ -284,6 +302,7 @@ impl Default for FrontConfig {
             text_cache_bytes: 96 << 20,
             admin_bind: None,
             admin_key: None,
+            salt_secret: None,
             fleet_key_file: None,
         }
     }
@@ -350,6 +369,7 @@ impl TenantConfig {
             keys: Vec::new(),
             priority_max: None,
             classes: Vec::new(),
+            isolation: Isolation::default(),
             requests_per_minute: None,
             tokens_per_minute: None,
             concurrency: None,

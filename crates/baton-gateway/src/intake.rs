@@ -90,7 +90,7 @@ pub(crate) struct Intake {
     pub(crate) choices: u32,
     pub(crate) max_output: Option<Tokens>,
     pub(crate) identity: Identity,
-    /// Derived from the client's `cache_salt`; see the reserved fields.
+    /// Of the client's tenant, or derived from the client's `cache_salt`; see the reserved fields.
     pub(crate) salt: Option<String>,
     pub(crate) prompt: PromptSource,
     /// Nothing in it keeps the answer from being put together from a stream.
@@ -140,7 +140,11 @@ impl Intake {
     /// It is of a client of this tenant, and gets what the tenant allows.
     pub(crate) fn belong_to(&mut self, tenant: &Tenant) {
         self.identity.belong_to(tenant.name());
-        self.identity.priority = tenant.terms().priority(self.identity.priority);
+        let terms = tenant.terms();
+        self.identity.priority = terms.priority(self.identity.priority);
+        // It was read as a text before.
+        let own = self.body.read::<String>("cache_salt").ok().flatten();
+        self.salt = terms.salt(own.as_deref()).or(self.salt.take());
     }
 
     /// Output tokens that it allows itself, over all choices; `None` where it sets no bound.

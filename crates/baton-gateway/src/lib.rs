@@ -42,8 +42,8 @@ mod upstream;
 mod words;
 
 pub use config::{
-    ClassConfig, ConfigError, EngineConfig, EngineKind, Fault, FrontConfig, GatewayConfig, KeyHash, MovesConfig, NotAHash, PolicyConfig,
-    Reloaded, Secret, TenantConfig, reference, skeleton,
+    ClassConfig, ConfigError, EngineConfig, EngineKind, Fault, FrontConfig, GatewayConfig, Isolation, KeyHash, MovesConfig, NotAHash,
+    PolicyConfig, Reloaded, Secret, TenantConfig, reference, skeleton,
 };
 pub use engine::{BaseUrl, UrlError};
 pub use gateway::{Gateway, GatewayError};

@@ -37,6 +37,9 @@ use crate::{
 /// Paths outside `/v1` that engines answer for clients. All others of an engine are its operator's business.
 const ROOT_PATHS: [&str; 4] = ["/tokenize", "/detokenize", "/version", "/score"];
 
+/// What computes no KV.
+const UNSALTED_PATHS: [&str; 3] = ["/tokenize", "/detokenize", "/version"];
+
 /// Of an engine's error, read whole to see what it says.
 const ERROR_BYTES_MAX: usize = 64 << 10;
 
@@ -82,14 +85,20 @@ async fn pass(shared: &Shared, head: &Parts, body: Body) -> Result<Response, Ref
     if let Some(grant) = &mut grant {
         grant.reserve(estimate(bytes.len()))?;
     }
+    let terms = grant.as_ref().map(|grant| grant.tenant().terms());
     // Only what is posted is computed; what is looked up has a usage that was counted before.
     let mut meter = grant.filter(|_| head.method == Method::POST).map(|grant| Meter::new(grant, bytes.len()));
     let (mut model, mut rewritten) = (None, None);
     if let Ok(mut object) = serde_json::from_slice::<RawObject>(&bytes) {
         let stripped = reserved::stripped(fleet.front().client_chat_template).filter(|field| object.remove(field)).count();
+        let own_salt = object.read::<String>("cache_salt").ok().flatten();
         let hidden = ["cache_salt", "priority"].into_iter().filter(|field| object.remove(field)).count();
+        let salt = terms.filter(|_| !UNSALTED_PATHS.contains(&path)).and_then(|terms| terms.salt(own_salt.as_deref()));
+        if let Some(salt) = &salt {
+            object.set("cache_salt", salt);
+        }
         model = object.read::<String>("model").ok().flatten();
-        rewritten = (stripped + hidden > 0).then(|| object.to_vec());
+        rewritten = (stripped + hidden > 0 || salt.is_some()).then(|| object.to_vec());
     }
     let bytes = rewritten.map_or(bytes, Bytes::from);
     if let Some(model) = &model {

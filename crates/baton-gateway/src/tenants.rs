@@ -1,6 +1,7 @@
 //! Tenants: whose client a request is of by its key, what it may ask for, what it may use, and what it used.
 
 mod limits;
+mod salt;
 
 use std::{
     collections::BTreeMap,
@@ -16,10 +17,13 @@ use baton_units::{Priority, Time};
 use http::{HeaderMap, header};
 
 pub(crate) use self::limits::Limit;
-use self::limits::{Bounds, Exceeded, Limits};
+use self::{
+    limits::{Bounds, Exceeded, Limits},
+    salt::Salts,
+};
 use crate::{
     clock::Clock,
-    config::{GatewayConfig, KeyHash, TenantConfig},
+    config::{GatewayConfig, Isolation, KeyHash, TenantConfig},
     refusal::Refusal,
 };
 
@@ -47,6 +51,8 @@ pub(crate) struct Tenant {
 pub(crate) struct Terms {
     /// Priorities that they may have, in order; at least one.
     priorities: Vec<RangeInclusive<i32>>,
+    /// Where its prefixes are kept apart from others'.
+    salts: Option<Salts>,
 }
 
 /// Since the tenant came.
@@ -136,7 +142,7 @@ impl Tenant {
     fn new(name: String, now: Time) -> Self {
         Self {
             name,
-            terms: ArcSwap::from_pointee(Terms { priorities: Vec::new() }),
+            terms: ArcSwap::from_pointee(Terms { priorities: Vec::new(), salts: None }),
             limits: Mutex::new(Limits::new(Bounds::default(), now)),
             counters: Counters::default(),
         }
@@ -170,7 +176,13 @@ impl Tenant {
 
 impl Terms {
     fn new(tenant: &TenantConfig, config: &GatewayConfig) -> Self {
-        Self { priorities: tenant.priorities(&config.policy.classes) }
+        let secret = config.gateway.salt_secret.as_ref().filter(|_| tenant.isolation == Isolation::Salt);
+        Self { priorities: tenant.priorities(&config.policy.classes), salts: secret.map(|secret| Salts::new(secret, &tenant.name)) }
+    }
+
+    /// The salt of a request whose client sent `salt`; `None` where the tenant shares its prefixes.
+    pub(crate) fn salt(&self, salt: Option<&str>) -> Option<String> {
+        self.salts.as_ref().map(|salts| salts.of(salt))
     }
 
     /// The priority that a request gets: the one asked for, else the next less important one that the tenant may use, else its least

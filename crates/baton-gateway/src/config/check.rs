@@ -6,10 +6,13 @@ use baton_policy::PriceWeights;
 use baton_units::ReplicaId;
 use http::HeaderValue;
 
-use super::{ConfigError, Fault, FrontConfig, GatewayConfig, PolicyConfig, TenantConfig};
+use super::{ConfigError, Fault, FrontConfig, GatewayConfig, Isolation, PolicyConfig, TenantConfig};
 
 /// A third of it, in two generations, still holds a message of a few hundred words.
 const TEXT_CACHE_BYTES_MIN: usize = 64 << 10;
+
+/// As many random characters as nobody tries out: 80 bits and more.
+const SALT_SECRET_CHARS_MIN: usize = 16;
 
 /// Faults, as they are found.
 #[derive(Default)]
@@ -69,6 +72,13 @@ impl Check {
         if front.admin_key.as_ref().is_some_and(|key| HeaderValue::from_str(key.reveal()).is_err()) {
             self.refuse("gateway.admin_key", "(not shown)", FITS_HEADER);
         }
+        if front.salt_secret.as_ref().is_some_and(|secret| secret.reveal().chars().count() < SALT_SECRET_CHARS_MIN) {
+            self.refuse(
+                "gateway.salt_secret",
+                "(not shown)",
+                "a secret that can be guessed keeps nobody apart; give at least 16 characters",
+            );
+        }
     }
 
     fn policy(&mut self, policy: &PolicyConfig) {
@@ -110,6 +120,10 @@ impl Check {
             if engine.key.as_ref().is_some_and(|key| HeaderValue::from_str(key.reveal()).is_err()) {
                 self.refuse(option("key"), "(not shown)", FITS_HEADER);
             }
+            if !engine.kind.takes_salt() && config.tenants.iter().any(|tenant| tenant.isolation == Isolation::Salt) {
+                let want = "engines of this kind take no salt and would share prefixes among tenants; leave it out, or set isolation = \"none\" for all";
+                self.refuse(option("kind"), format!("{:?}", engine.kind.as_str()), want);
+            }
             for (name, value) in [
                 ("max_model_len", engine.max_model_len),
                 ("block_size", engine.block_size),
@@ -150,6 +164,9 @@ impl Check {
             let classes = &config.policy.classes;
             for unknown in tenant.classes.iter().filter(|name| !classes.iter().any(|class| class.name == **name)) {
                 self.refuse(option("classes"), format!("{unknown:?}"), "no [[policy.classes]] has this name");
+            }
+            if tenant.isolation == Isolation::Salt && config.gateway.salt_secret.is_none() {
+                self.refuse(option("isolation"), "\"salt\"", "salts need a secret; set [gateway] salt_secret, or isolation = \"none\"");
             }
             if tenant.priorities(classes).is_empty() {
                 let want = "no priority is both in its classes and as unimportant as priority_max and -1000 to 1000 allow; widen one";

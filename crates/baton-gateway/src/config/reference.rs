@@ -11,9 +11,10 @@ use super::{ClassConfig, EngineConfig, FrontConfig, GatewayConfig, MovesConfig, 
 const COLUMNS: usize = 110;
 
 /// Values that are no default, for options without one.
-const EXAMPLES: [(&str, &str); 27] = [
+const EXAMPLES: [(&str, &str); 29] = [
     ("gateway.admin_bind", "\"127.0.0.1:8081\""),
     ("gateway.admin_key", "{ env = \"BATON_ADMIN_KEY\" }"),
+    ("gateway.salt_secret", "{ env = \"BATON_SALT_SECRET\" }"),
     ("gateway.fleet_key_file", "\"/etc/baton/fleet.key\""),
     ("engines.url", "\"http://127.0.0.1:8101\""),
     ("engines.kind", "\"vllm\""),
@@ -36,6 +37,7 @@ const EXAMPLES: [(&str, &str); 27] = [
     ("tenants.keys", "[{ env = \"TEAM_A_KEY\" }]"),
     ("tenants.priority_max", "0"),
     ("tenants.classes", "[\"default\"]"),
+    ("tenants.isolation", "\"salt\""),
     ("tenants.requests_per_minute", "600"),
     ("tenants.tokens_per_minute", "1000000"),
     ("tenants.concurrency", "64"),

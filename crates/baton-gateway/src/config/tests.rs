@@ -114,7 +114,7 @@ fn keys_come_from_the_file_an_environment_or_another_file() {
 #[test]
 fn clients_keys_are_hashes_in_the_file_and_are_never_told() {
     let key = |value: &str| {
-        let text = format!("{ENGINE}[[tenants]]\nname = \"a\"\nkeys = [{value}]\n");
+        let text = format!("{ENGINE}[[tenants]]\nname = \"a\"\nkeys = [{value}]\nisolation = \"none\"\n");
         GatewayConfig::from_toml(&text).map(|config| config.tenants[0].keys[0])
     };
     let hash = KeyHash::of(b"secret");
@@ -137,10 +137,10 @@ fn clients_keys_are_hashes_in_the_file_and_are_never_told() {
 #[test]
 fn tenants_that_cannot_be_are_refused() {
     let hash = KeyHash::of(b"secret");
-    let tenant = |options: &str| format!("[[tenants]]\nname = \"a\"\nkeys = [\"{hash}\"]\n{options}\n");
+    let tenant = |options: &str| format!("[[tenants]]\nname = \"a\"\nkeys = [\"{hash}\"]\nisolation = \"none\"\n{options}\n");
     let told = |options: &str| error(&format!("{ENGINE}{}", tenant(options)));
     assert!(GatewayConfig::from_toml(&format!("{ENGINE}{}", tenant("priority_max = 5"))).is_ok());
-    assert!(told("concurrency = 0").contains("line 7: tenants[0].concurrency = 0"));
+    assert!(told("concurrency = 0").contains("line 8: tenants[0].concurrency = 0"));
     assert!(told("tokens_per_minute = 0").contains("tenants[0].tokens_per_minute"));
     assert!(told("classes = [\"night\"]").contains("tenants[0].classes = \"night\": no [[policy.classes]]"));
     let class = "[[policy.classes]]\nname = \"first\"\nstart_within = \"1s\"\n[[policy.classes]]\nname = \"rest\"\nfrom = 0\nstart_within = \"1s\"\n";
@@ -150,6 +150,24 @@ fn tenants_that_cannot_be_are_refused() {
     assert!(twice.contains("tenants[1].name = a") && twice.contains("tenants[1].keys = (not shown)"), "{twice}");
     assert!(error(&format!("{ENGINE}[[tenants]]\nname = \"a\"\nkeys = []\n")).contains("nobody can be this tenant"));
     assert!(error(&format!("{ENGINE}[[tenants]]\nname = \"a\"\n")).contains("keys"));
+}
+
+#[test]
+fn tenants_are_kept_apart_only_where_that_is_possible() {
+    let tenants = format!("[[tenants]]\nname = \"a\"\nkeys = [\"{}\"]\n", KeyHash::of(b"secret"));
+    let secret = |secret: &str| format!("[gateway]\nsalt_secret = \"{secret}\"\n");
+    let long = secret("0123456789abcdef");
+    assert!(GatewayConfig::from_toml(&format!("{ENGINE}{long}{tenants}")).is_ok());
+    assert!(
+        error(&format!("{ENGINE}{tenants}"))
+            .contains("line 4: tenants[0].isolation = \"salt\": salts need a secret; set [gateway] salt_secret")
+    );
+    let short = error(&format!("{ENGINE}{}{tenants}", secret("0123456789")));
+    assert!(short.contains("line 5: gateway.salt_secret = (not shown)") && !short.contains("01234"), "{short}");
+    let llama = ENGINE.replace("vllm", "llamacpp");
+    assert!(
+        error(&format!("{llama}{long}{tenants}")).contains("line 3: engines[0].kind = \"llamacpp\": engines of this kind take no salt")
+    );
 }
 
 #[test]
@@ -169,7 +187,7 @@ fn every_example_of_the_skeleton_is_valid() {
             line.strip_prefix("# ").filter(is_example).unwrap_or(line).to_owned()
         })
         .collect();
-    let names = ["BATON_ADMIN_KEY", "VLLM_API_KEY", "TEAM_A_KEY"];
+    let names = ["BATON_ADMIN_KEY", "BATON_SALT_SECRET", "VLLM_API_KEY", "TEAM_A_KEY"];
     let text = names.iter().fold(text.join("\n"), |text, name| text.replace(name, "PATH"));
     let config = GatewayConfig::from_toml(&text).unwrap();
     assert!(config.gateway.admin_key.is_some() && config.engines[0].group.is_some() && config.policy.classes[0].slo_ttft.is_some());

@@ -1,6 +1,6 @@
 //! Tenants: whose key opens the door, and what it opens.
 
-use baton_gateway::{GatewayConfig, KeyHash, TenantConfig};
+use baton_gateway::{GatewayConfig, Isolation, KeyHash, Secret, TenantConfig};
 use http::{Method, Response, StatusCode};
 use hyper::body::Incoming;
 use serde_json::{Value, json};
@@ -11,9 +11,9 @@ const CHAT: &str = include_str!("../fixtures/chat-stream.resp");
 const ASK: &str = r#"{"model":"smollm2-135m","messages":[{"role":"user","content":"hi"}],"stream":true}"#;
 const JSON: (&str, &str) = ("content-type", "application/json");
 
-/// A tenant with this one key.
+/// A tenant with this one key, which shares its prefixes.
 fn tenant(name: &str, key: &str) -> TenantConfig {
-    TenantConfig { keys: vec![KeyHash::of(key.as_bytes())], ..TenantConfig::new(name) }
+    TenantConfig { keys: vec![KeyHash::of(key.as_bytes())], isolation: Isolation::None, ..TenantConfig::new(name) }
 }
 
 fn with_tenants(engine: &FakeEngine, tenants: impl IntoIterator<Item = TenantConfig>) -> GatewayConfig {
@@ -189,4 +189,78 @@ async fn keys_come_and_go_while_streams_run() {
     assert!(metrics(&front).await.contains("baton_tenant_requests_total{tenant=\"a\"} 1\n"), "it is the same tenant");
     front.gateway.reload(&config(&[&engine])).unwrap();
     assert_eq!(front.get("/v1/models").await.0, 200, "without tenants it is open");
+}
+
+/// Salts as engines see them, by client and by the salt that it sends.
+#[tokio::test]
+async fn a_tenant_has_salts_that_no_other_has_and_no_client_can_name() {
+    let mut engine = FakeEngine::start().await;
+    let apart = |name: &str, key: &str| TenantConfig { isolation: Isolation::Salt, ..tenant(name, key) };
+    let mut config = with_tenants(&engine, [apart("a", "key-a"), apart("b", "key-b"), tenant("c", "key-c")]);
+    config.tenants[0].keys.push(KeyHash::of(b"other-a"));
+    config.gateway.salt_secret = Some(Secret::new("a secret of the test's own"));
+    let front = Front::with(config).await;
+    let mut salt = async |key: &str, path: &str, own: Option<&str>| {
+        let mut body: Value = serde_json::from_str(ASK).unwrap();
+        if path == "/v1/embeddings" {
+            body = json!({ "model": "smollm2-135m", "input": "x" });
+        }
+        if let Some(own) = own {
+            body["cache_salt"] = own.into();
+        }
+        let (response, call) = asked(&front, &mut engine, key, path, &body.to_string()).await;
+        let salt = call.body.get("cache_salt").map(|salt| salt.as_str().unwrap().to_owned());
+        call.reply(400, b"{}");
+        assert_eq!(response.await.unwrap().status(), 400);
+        salt
+    };
+    let chat = "/v1/chat/completions";
+    let a = salt("key-a", chat, None).await.unwrap();
+    assert_eq!(a.len(), 64);
+    assert_eq!(salt("other-a", chat, None).await.unwrap(), a, "one tenant's clients share");
+    assert_eq!(salt("key-a", "/v1/embeddings", None).await.unwrap(), a);
+    let mut salts = vec![a.clone(), salt("key-b", chat, None).await.unwrap()];
+    for own in ["mine", a.as_str()] {
+        for key in ["key-a", "key-b", "key-c"] {
+            salts.push(salt(key, chat, Some(own)).await.unwrap());
+        }
+    }
+    assert!(!salts.contains(&"mine".to_owned()));
+    let count = salts.len();
+    salts.sort_unstable();
+    salts.dedup();
+    assert_eq!(salts.len(), count, "{salts:?}");
+    assert_eq!(salt("key-a", chat, Some("mine")).await, salt("other-a", chat, Some("mine")).await);
+    assert_eq!(salt("key-c", chat, None).await, None);
+    assert_eq!(salt("key-c", "/v1/embeddings", Some("mine")).await, None);
+}
+
+/// A prefix that one tenant has sent draws its own requests to where it is, and nobody else's.
+#[tokio::test]
+async fn no_tenant_is_routed_by_anothers_prefix() {
+    let (mut first, mut second) = (FakeEngine::start().await, FakeEngine::start().await);
+    let apart = |name: &str, key: &str| TenantConfig { isolation: Isolation::Salt, ..tenant(name, key) };
+    let mut config = GatewayConfig { tenants: vec![apart("a", "key-a"), apart("b", "key-b")], ..config(&[&first, &second]) };
+    config.gateway.salt_secret = Some(Secret::new("a secret of the test's own"));
+    let front = Front::with(config).await;
+    let prompt: Vec<u32> = (0..1024).collect();
+    let body = json!({ "model": "smollm2-135m", "prompt": prompt, "max_tokens": 1, "echo": true }).to_string();
+    let mut believed = async |key: &str| {
+        let id = format!("{key}-asks");
+        let headers = [("authorization", format!("Bearer {key}")), ("x-request-id", id.clone())];
+        let headers: Vec<(&str, &str)> = headers.iter().map(|(name, value)| (*name, value.as_str())).collect();
+        let response = front.spawn_post("/v1/completions", &body, &headers);
+        let usage = json!({ "prompt_tokens": 1024, "completion_tokens": 1, "total_tokens": 1025 });
+        let answer = json!({ "object": "text_completion", "choices": [], "usage": usage }).to_string();
+        tokio::select! {
+            call = first.call() => call.reply(200, answer.as_bytes()),
+            call = second.call() => call.reply(200, answer.as_bytes()),
+        }
+        read(response.await.unwrap()).await;
+        let (_, decision) = front.get(&format!("/baton/v1/decisions/{id}")).await;
+        decision["quotes"].as_array().unwrap().iter().map(|quote| quote["hit_tokens"].as_u64().unwrap()).max().unwrap()
+    };
+    assert_eq!(believed("key-a").await, 0);
+    assert!(believed("key-a").await >= 992, "its own is known");
+    assert_eq!(believed("key-b").await, 0);
 }
