@@ -92,6 +92,9 @@ pub struct FrontConfig {
     pub assemble: bool,
     /// Let clients send `chat_template`. A template is a program that runs on the engine.
     pub client_chat_template: bool,
+    /// Name the replica that answers in each answer's header `x-baton-replica`. Without it clients cannot tell replicas apart by what the gateway
+    /// says.
+    pub expose_replica: bool,
     /// Memory for the tokens of text that was seen before, at most; a third each for messages, for the text between special tokens, and
     /// for words. At least `"64KiB"`. Lower: more of a growing conversation is tokenized again.
     #[serde(with = "values::size")]
@@ -299,6 +302,7 @@ impl Default for FrontConfig {
             idle_connections: 64,
             assemble: true,
             client_chat_template: false,
+            expose_replica: false,
             text_cache_bytes: 96 << 20,
             admin_bind: None,
             admin_key: None,

@@ -40,7 +40,7 @@ use crate::{
     carry::RunEvent,
     chunk::{Chunk, ClientView, Reading},
     engine::Engine,
-    fleet::{Booked, Fleet, Placing, Stage},
+    fleet::{Booked, Fleet, Placing, REPLICA_HEADER, Stage},
     intake::{Intake, Mode},
     line::Head,
     live::{Live, LiveState},
@@ -78,9 +78,13 @@ pub(crate) async fn run(fleet: Arc<Fleet>, admitted: Admitted) -> Response<Body>
     let mut exchange = Box::new(Exchange::new(fleet, admitted));
     poll_fn(|context| exchange.poll_output(context)).await;
     let whole = exchange.outlet.take_whole();
+    let replica = exchange.last_replica.and_then(|id| exchange.fleet.engine(id)).and_then(|engine| exchange.fleet.shown_name(&engine));
     let mut response = whole.unwrap_or_else(|| stream_response(Body::new(Stream(exchange))));
     if let Ok(id) = client_id {
         response.headers_mut().insert("x-request-id", id);
+    }
+    if let Some(replica) = replica {
+        response.headers_mut().insert(REPLICA_HEADER, replica);
     }
     response
 }

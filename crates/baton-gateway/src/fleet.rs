@@ -19,7 +19,7 @@ use baton_session::Fault;
 use baton_text::Tokenizer;
 use baton_units::{BlockSize, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
 use baton_wire::{migration::handshake::FleetKey, openai::ModelCard};
-use http::HeaderMap;
+use http::{HeaderMap, HeaderName, HeaderValue};
 use tokio::sync::{Notify, oneshot, watch};
 
 use crate::{
@@ -40,6 +40,9 @@ use crate::{
 const TAKEN_IN_AT_ONCE: usize = 128;
 /// Places of the index that are copied while others wait.
 const COPIED_AT_ONCE: usize = 1024;
+
+/// Names the replica that answers.
+pub(crate) const REPLICA_HEADER: HeaderName = HeaderName::from_static("x-baton-replica");
 
 /// How far the gateway is from its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -487,6 +490,11 @@ impl Fleet {
 
     pub(crate) fn engine(&self, id: ReplicaId) -> Option<Arc<Engine>> {
         self.engines.read().unwrap_or_else(PoisonError::into_inner).get(id.index()).cloned().flatten()
+    }
+
+    /// The engine's name for a header of an answer, where clients are to know it.
+    pub(crate) fn shown_name(&self, engine: &Engine) -> Option<HeaderValue> {
+        if self.front().expose_replica { HeaderValue::from_str(&engine.name).ok() } else { None }
     }
 
     /// Replaces the engines. One that is named as before, or is where one was, keeps its place, and if nothing else of it changed its state.

@@ -25,7 +25,7 @@ use tokio::time::timeout;
 use crate::{
     api::{choose_model, read_body},
     engine::{Engine, Health},
-    fleet::Stage,
+    fleet::{REPLICA_HEADER, Stage},
     gateway::Shared,
     json::RawObject,
     refusal::{NO_REPLICA_RETRY, Refusal},
@@ -171,6 +171,9 @@ async fn send(
     let mut response = Response::new(bounded(body, shared.fleet.front().stall_timeout, meter));
     *response.status_mut() = parts.status;
     copy_headers(&parts.headers, response.headers_mut(), &TO_CLIENT);
+    if let Some(name) = shared.fleet.shown_name(engine) {
+        response.headers_mut().insert(REPLICA_HEADER, name);
+    }
     Ok(Some(response))
 }
 
