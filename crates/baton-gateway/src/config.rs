@@ -34,7 +34,7 @@ pub use self::{
     reload::Reloaded,
     values::{KeyHash, NotAHash, Secret},
 };
-use crate::{engine::BaseUrl, prompt::KEY_MODEL, reserved::PRIORITY_MAX};
+use crate::{engine::BaseUrl, prompt::KEY_MODEL, reserved::PRIORITY_MAX, tls::Authorities};
 
 /// Everything that `baton serve --config FILE` reads.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -108,21 +108,39 @@ pub struct FrontConfig {
     /// the fleet. Another one leaves what is cached behind. Default: none.
     #[serde(skip_serializing)]
     pub salt_secret: Option<Secret>,
+    /// Certificate with which clients are served over TLS; without it they are served in the clear. The admin API is served with it, too, where it has
+    /// no address of its own; at `admin_bind` it stays in the clear.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tls: Option<TlsConfig>,
     /// File with the fleet key, where replicas' control connections ask for one (`baton replica --fleet-key-file`). Default: none.
     pub fleet_key_file: Option<PathBuf>,
+}
+
+/// TLS towards clients: versions 1.2 and 1.3. Both files are read again on SIGHUP, for the connections that come then.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Documented, DocumentedFields)]
+#[serde(deny_unknown_fields)]
+pub struct TlsConfig {
+    /// PEM file with the certificate, and after it those that vouch for it.
+    pub cert: PathBuf,
+    /// PEM file with the certificate's private key.
+    pub key: PathBuf,
 }
 
 /// One replica; the table comes once for each.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize, Documented, DocumentedFields)]
 #[serde(deny_unknown_fields)]
 pub struct EngineConfig {
-    /// Where its HTTP server is, for example `http://10.0.0.5:8000`. TLS is not spoken here; put a proxy beside the engine.
+    /// Where its HTTP server is, for example `http://10.0.0.5:8000`, or `https://engine.example` where it speaks TLS.
     pub url: BaseUrl,
     /// What it is: `baton`, `vllm`, `sglang`, `llamacpp` or `openai`; decides which of its abilities are used.
     pub kind: EngineKind,
     /// Name in metrics and the admin API. Default `r0`, `r1`, … by position.
     #[serde(default)]
     pub name: Option<String>,
+    /// PEM file with the certificates that vouch for an `https://` engine's, which must have the host of its URL as a name. Default: those that browsers
+    /// trust. Read again on SIGHUP.
+    #[serde(default)]
+    pub ca: Option<Authorities>,
     /// Sent as `Authorization: Bearer KEY`; clients' own credentials never reach an engine.
     #[serde(default, skip_serializing)]
     pub key: Option<Secret>,
@@ -307,6 +325,7 @@ impl Default for FrontConfig {
             admin_bind: None,
             admin_key: None,
             salt_secret: None,
+            tls: None,
             fleet_key_file: None,
         }
     }
@@ -403,6 +422,7 @@ impl EngineConfig {
             url,
             kind,
             name: None,
+            ca: None,
             key: None,
             models: Vec::new(),
             max_model_len: None,

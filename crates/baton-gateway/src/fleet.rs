@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, ArcSwapOption};
 use baton_cost::StepCoefficients;
 use baton_kv::{Applied, Copying, IndexReader, KvEventBatch, Snapshot};
 use baton_link::Identity;
@@ -21,6 +21,7 @@ use baton_units::{BlockSize, Incarnation, Priority, ReplicaId, RequestId, Time, 
 use baton_wire::{migration::handshake::FleetKey, openai::ModelCard};
 use http::{HeaderMap, HeaderName, HeaderValue};
 use tokio::sync::{Notify, oneshot, watch};
+use tokio_rustls::rustls::ServerConfig;
 
 use crate::{
     carry::{Desk, Effect, Rounds},
@@ -84,6 +85,8 @@ pub(crate) struct Fleet {
     rounds: parking_lot::Mutex<Rounds>,
     moves: ArcSwap<MovesConfig>,
     tenants: ArcSwap<Tenants>,
+    /// With what clients are served over TLS.
+    tls: ArcSwapOption<ServerConfig>,
     /// Told when a request has arrived where it moved to.
     pub(crate) arrived: Notify,
     identity: Identity,
@@ -174,6 +177,7 @@ impl Fleet {
             rounds: parking_lot::Mutex::new(Rounds::new(policy.quiet_from.map(Priority))),
             moves: ArcSwap::default(),
             tenants: ArcSwap::default(),
+            tls: ArcSwapOption::empty(),
             arrived: Notify::new(),
             identity: Identity::of_gateway(name, None),
             tokenizer: None,
@@ -221,6 +225,15 @@ impl Fleet {
 
     pub(crate) fn set_tenants(&self, config: &GatewayConfig) {
         self.tenants.store(Arc::new(self.tenants().replaced_by(config, self.clock.now())));
+    }
+
+    /// How the next client is served: over TLS with this, or in the clear.
+    pub(crate) fn tls(&self) -> Option<Arc<ServerConfig>> {
+        self.tls.load_full()
+    }
+
+    pub(crate) fn set_tls(&self, server: Option<Arc<ServerConfig>>) {
+        self.tls.store(server);
     }
 
     /// Lets in a request of the tenant whose key its headers have; without a grant where the gateway is open.

@@ -23,7 +23,7 @@ use crate::{
     listener,
     prompt::Tokenization,
     refusal::Refusal,
-    snapshot,
+    snapshot, tls,
 };
 
 /// Why a gateway stopped.
@@ -69,6 +69,7 @@ impl Gateway {
     pub fn new(config: GatewayConfig, text: Option<Arc<Tokenizer>>) -> Result<Self, ConfigError> {
         config.check()?;
         let fleet_key = config.gateway.fleet_key_file.as_deref().map(baton_link::read_fleet_key).transpose()?;
+        let tls = config.gateway.tls.as_ref().map(tls::server).transpose()?;
         let tokenization = Tokenization::new(text.clone(), config.gateway.text_cache_bytes);
         let shared = Shared {
             fleet: Arc::new(Fleet::new(config.gateway.clone(), &config.policy).carrying(fleet_key, text)),
@@ -78,6 +79,7 @@ impl Gateway {
             watchers: Mutex::default(),
             config: Mutex::new(config.clone()),
         };
+        shared.fleet.set_tls(tls);
         shared.fleet.set_tenants(&config);
         shared.fleet.set_moves(config.moves);
         let gateway = Self { shared: Arc::new(shared) };
@@ -88,12 +90,14 @@ impl Gateway {
     /// Goes on under another configuration, without a stream that ends for it.
     pub fn reload(&self, config: &GatewayConfig) -> Result<Reloaded, ConfigError> {
         config.check()?;
+        let tls = config.gateway.tls.as_ref().map(tls::server).transpose()?;
         let mut current = self.shared.config.lock().unwrap_or_else(PoisonError::into_inner);
         let (config, at_next_start) = current.replaced_by(config);
         let fleet = &self.shared.fleet;
         fleet.set_front(config.gateway.clone());
         fleet.with_router(|router, _| router.reconfigure(config.policy.router()));
         fleet.set_moves(config.moves.clone());
+        fleet.set_tls(tls);
         fleet.set_tenants(&config);
         let (engines_started, engines_gone) = self.set_engines(config.engines.clone());
         *current = config;

@@ -152,11 +152,11 @@ async fn send(
 ) -> Result<Option<Response>, Refusal> {
     let path = head.uri.path_and_query().map_or("/", http::uri::PathAndQuery::as_str);
     let method: Method = head.method.clone();
-    let request = upstream::request(method, engine.url().join(path), engine.config.key()).body(Full::new(body.clone()));
+    let request = upstream::request(engine, method, path).body(Full::new(body.clone()));
     let Ok(mut request) = request else { return Ok(None) };
     copy_headers(&head.headers, request.headers_mut(), &TO_ENGINE);
     let limit = shared.fleet.front().request_timeout;
-    let answer = match timeout(limit, shared.fleet.upstream.forward(request)).await {
+    let answer = match timeout(limit, shared.fleet.upstream.forward(engine, request)).await {
         Ok(Ok(answer)) => answer,
         // What takes so long here would take as long elsewhere.
         Err(_) => return Err(Refusal::Ended(End::TimedOut(limit))),

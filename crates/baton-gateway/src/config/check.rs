@@ -117,6 +117,9 @@ impl Check {
             if !urls.insert(url.clone()) {
                 self.refuse(option("url"), url, "an engine is named twice; leave one out");
             }
+            if engine.ca.is_some() && !engine.url.is_tls() {
+                self.refuse(option("ca"), "(set)", "an http:// engine shows no certificate; write https://, or leave this out");
+            }
             if engine.key.as_ref().is_some_and(|key| HeaderValue::from_str(key.reveal()).is_err()) {
                 self.refuse(option("key"), "(not shown)", FITS_HEADER);
             }

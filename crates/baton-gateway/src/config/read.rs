@@ -9,6 +9,7 @@ use toml::{
 };
 
 use super::{GatewayConfig, reference::Section};
+use crate::tls::TlsError;
 
 /// Names so alike are taken for a slip of the finger (Jaro-Winkler, of 1).
 const ALIKE: f64 = 0.8;
@@ -21,6 +22,8 @@ pub enum ConfigError {
     Faults(Vec<Fault>),
     #[error("gateway.fleet_key_file: {0}")]
     FleetKey(#[from] baton_link::FleetKeyError),
+    #[error("gateway.tls: {0}")]
+    Tls(#[from] TlsError),
 }
 
 /// One mistake.

@@ -5,20 +5,23 @@ use std::fmt::Write as _;
 use baton_policy::PriceWeights;
 use documented::{Documented, DocumentedFields};
 
-use super::{ClassConfig, EngineConfig, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig, TenantConfig};
+use super::{ClassConfig, EngineConfig, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig, TenantConfig, TlsConfig};
 
 /// Columns of a comment in the skeleton.
 const COLUMNS: usize = 110;
 
 /// Values that are no default, for options without one.
-const EXAMPLES: [(&str, &str); 29] = [
+const EXAMPLES: [(&str, &str); 32] = [
     ("gateway.admin_bind", "\"127.0.0.1:8081\""),
     ("gateway.admin_key", "{ env = \"BATON_ADMIN_KEY\" }"),
     ("gateway.salt_secret", "{ env = \"BATON_SALT_SECRET\" }"),
     ("gateway.fleet_key_file", "\"/etc/baton/fleet.key\""),
+    ("gateway.tls.cert", "\"/etc/baton/tls.crt\""),
+    ("gateway.tls.key", "\"/etc/baton/tls.key\""),
     ("engines.url", "\"http://127.0.0.1:8101\""),
     ("engines.kind", "\"vllm\""),
     ("engines.name", "\"r0\""),
+    ("engines.ca", "\"/etc/baton/engines-ca.crt\""),
     ("engines.key", "{ env = \"VLLM_API_KEY\" }"),
     ("engines.models", "[\"my-model\"]"),
     ("engines.max_model_len", "8192"),
@@ -58,22 +61,35 @@ enum Presence {
     Once,
     /// At least once.
     Often,
-    /// As often as wanted, which may be never: its defaults are without it.
-    AtWill,
+    /// Once or never; the defaults are without it.
+    MaybeOnce,
+    /// As often as wanted, or never, as by default.
+    MaybeOften,
+}
+
+impl Presence {
+    fn is_certain(self) -> bool {
+        matches!(self, Self::Once | Self::Often)
+    }
+
+    fn is_list(self) -> bool {
+        matches!(self, Self::Often | Self::MaybeOften)
+    }
 }
 
 const fn section<T: Documented + DocumentedFields>(path: &'static str, presence: Presence) -> Section {
     Section { path, presence, about: T::DOCS, names: T::FIELD_NAMES, docs: T::FIELD_DOCS }
 }
 
-const SECTIONS: [Section; 7] = [
+const SECTIONS: [Section; 8] = [
     section::<FrontConfig>("gateway", Presence::Once),
+    section::<TlsConfig>("gateway.tls", Presence::MaybeOnce),
     section::<EngineConfig>("engines", Presence::Often),
     section::<PolicyConfig>("policy", Presence::Once),
     section::<ClassConfig>("policy.classes", Presence::Often),
     section::<PriceWeights>("policy.weights", Presence::Once),
     section::<MovesConfig>("moves", Presence::Once),
-    section::<TenantConfig>("tenants", Presence::AtWill),
+    section::<TenantConfig>("tenants", Presence::MaybeOften),
 ];
 
 impl Section {
@@ -95,7 +111,7 @@ impl Section {
     }
 
     fn header(&self) -> String {
-        if self.presence == Presence::Once { format!("[{}]", self.path) } else { format!("[[{}]]", self.path) }
+        if self.presence.is_list() { format!("[[{}]]", self.path) } else { format!("[{}]", self.path) }
     }
 
     /// Options with their docs, without the tables inside, which are sections of their own.
@@ -132,7 +148,7 @@ pub fn skeleton() -> String {
     for section in &SECTIONS {
         text.push('\n');
         comment(&mut text, section.about);
-        let is_there = section.presence != Presence::AtWill;
+        let is_there = section.presence.is_certain();
         writeln!(text, "{}{}", if is_there { "" } else { "# " }, section.header()).expect("a string takes it");
         for (name, docs) in section.options() {
             comment(&mut text, docs);
@@ -147,7 +163,8 @@ pub fn skeleton() -> String {
     text
 }
 
-const REQUIRED: [(&str, &str); 4] = [("engines", "url"), ("engines", "kind"), ("tenants", "name"), ("tenants", "keys")];
+const REQUIRED: [(&str, &str); 6] =
+    [("gateway.tls", "cert"), ("gateway.tls", "key"), ("engines", "url"), ("engines", "kind"), ("tenants", "name"), ("tenants", "keys")];
 
 /// Docs as comment lines. What links mean in a page of Rust says nothing here.
 fn comment(text: &mut String, docs: &str) {

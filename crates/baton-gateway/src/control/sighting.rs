@@ -90,7 +90,7 @@ pub(super) async fn kv_source(upstream: &Upstream, engine: &Engine, timeout: Dur
 }
 
 async fn get(upstream: &Upstream, engine: &Engine, path: &str, timeout: Duration) -> Result<Bytes, FetchError> {
-    upstream.fetch(Method::GET, engine.url().join(path), engine.config.key(), timeout).await
+    upstream.fetch(engine, Method::GET, path, timeout).await
 }
 
 fn read<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T, FetchError> {

@@ -9,3 +9,4 @@ mod reload;
 mod streams;
 mod support;
 mod tenants;
+mod tls;

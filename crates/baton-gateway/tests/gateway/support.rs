@@ -274,6 +274,11 @@ impl Front {
 
     pub(crate) async fn with(config: GatewayConfig) -> Self {
         let count = config.engines.len();
+        Self::with_ready(config, count).await
+    }
+
+    /// A gateway of which so many engines are ready.
+    pub(crate) async fn with_ready(config: GatewayConfig, count: usize) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let gateway = Gateway::new(config, None).unwrap();
