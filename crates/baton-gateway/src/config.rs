@@ -247,6 +247,10 @@ pub struct TenantConfig {
     /// `none`: prefixes are shared with all tenants that say so, too. Default `salt`; what is shared is computed once for each tenant.
     #[serde(default)]
     pub isolation: Isolation,
+    /// Its part of the fleet where requests wait: of two tenants with requests of equal importance waiting all along, one gets so many times the
+    /// other's service, prompts that are computed and twice their output in tokens. Default 1.
+    #[serde(default = "equal_weight")]
+    pub weight: f64,
     /// Requests that may begin in a minute, and as many at once after a quiet one; more are refused with 429. Default: any number.
     #[serde(default)]
     pub requests_per_minute: Option<u64>,
@@ -257,6 +261,10 @@ pub struct TenantConfig {
     /// Requests at once, those that wait in the gateway included; more are refused with 429. Default: any number.
     #[serde(default)]
     pub concurrency: Option<u32>,
+}
+
+fn equal_weight() -> f64 {
+    1.0
 }
 
 /// Whether a tenant's prefixes are its own.
@@ -393,6 +401,7 @@ impl TenantConfig {
             priority_max: None,
             classes: Vec::new(),
             isolation: Isolation::default(),
+            weight: equal_weight(),
             requests_per_minute: None,
             tokens_per_minute: None,
             concurrency: None,

@@ -411,6 +411,7 @@ impl Exchange {
             max_output: intake.max_output,
             session: intake.identity.session,
             program: intake.identity.program,
+            share: intake.share,
             priority: intake.identity.priority,
             excluded,
         }

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 
 use baton_kv::KeyDomain;
+use baton_policy::Share;
 use baton_units::Tokens;
 use baton_wire::openai::{ErrorBody, Prompt, StreamOptions};
 use bytes::Bytes;
@@ -92,6 +93,8 @@ pub(crate) struct Intake {
     pub(crate) identity: Identity,
     /// Of the client's tenant, or derived from the client's `cache_salt`; see the reserved fields.
     pub(crate) salt: Option<String>,
+    /// Of the client's tenant.
+    pub(crate) share: Option<Share>,
     pub(crate) prompt: PromptSource,
     /// Nothing in it keeps the answer from being put together from a stream.
     streams_fully: bool,
@@ -130,6 +133,7 @@ impl Intake {
             max_output: max_output.map(Tokens),
             identity: Identity::read(headers, &body),
             salt: read::<String>(&body, "cache_salt")?.map(|salt| derived_salt(&salt)),
+            share: None,
             prompt,
             streams_fully: streams_fully(&body),
             body,
@@ -142,6 +146,7 @@ impl Intake {
         self.identity.belong_to(tenant.name());
         let terms = tenant.terms();
         self.identity.priority = terms.priority(self.identity.priority);
+        self.share = Some(terms.share());
         // It was read as a text before.
         let own = self.body.read::<String>("cache_salt").ok().flatten();
         self.salt = terms.salt(own.as_deref()).or(self.salt.take());

@@ -13,8 +13,10 @@ use std::{
 };
 
 use arc_swap::ArcSwap;
+use baton_policy::Share;
 use baton_units::{Priority, Time};
 use http::{HeaderMap, header};
+use xxhash_rust::xxh3::xxh3_64;
 
 pub(crate) use self::limits::Limit;
 use self::{
@@ -53,6 +55,7 @@ pub(crate) struct Terms {
     priorities: Vec<RangeInclusive<i32>>,
     /// Where its prefixes are kept apart from others'.
     salts: Option<Salts>,
+    share: Share,
 }
 
 /// Since the tenant came.
@@ -80,9 +83,10 @@ impl Tenants {
     pub(crate) fn replaced_by(&self, config: &GatewayConfig, now: Time) -> Self {
         let mut tenants = Self { strangers: AtomicU64::new(self.strangers()), ..Self::default() };
         for tenant_config in &config.tenants {
+            let terms = Arc::new(Terms::new(tenant_config, config));
             let known = self.all.iter().find(|tenant| tenant.name == tenant_config.name);
-            let tenant = known.cloned().unwrap_or_else(|| Arc::new(Tenant::new(tenant_config.name.clone(), now)));
-            tenant.terms.store(Arc::new(Terms::new(tenant_config, config)));
+            let tenant = known.cloned().unwrap_or_else(|| Arc::new(Tenant::new(tenant_config.name.clone(), terms.clone(), now)));
+            tenant.terms.store(terms);
             tenant.limits().set(bounds(tenant_config), now);
             tenants.by_key.extend(tenant_config.keys.iter().map(|key| (*key, tenant.clone())));
             tenants.all.push(tenant);
@@ -139,13 +143,8 @@ fn bounds(config: &TenantConfig) -> Bounds {
 }
 
 impl Tenant {
-    fn new(name: String, now: Time) -> Self {
-        Self {
-            name,
-            terms: ArcSwap::from_pointee(Terms { priorities: Vec::new(), salts: None }),
-            limits: Mutex::new(Limits::new(Bounds::default(), now)),
-            counters: Counters::default(),
-        }
+    fn new(name: String, terms: Arc<Terms>, now: Time) -> Self {
+        Self { name, terms: ArcSwap::new(terms), limits: Mutex::new(Limits::new(Bounds::default(), now)), counters: Counters::default() }
     }
 
     pub(crate) fn name(&self) -> &str {
@@ -176,8 +175,15 @@ impl Tenant {
 
 impl Terms {
     fn new(tenant: &TenantConfig, config: &GatewayConfig) -> Self {
+        let share = Share { tenant: xxh3_64(tenant.name.as_bytes()), weight: tenant.weight };
         let secret = config.gateway.salt_secret.as_ref().filter(|_| tenant.isolation == Isolation::Salt);
-        Self { priorities: tenant.priorities(&config.policy.classes), salts: secret.map(|secret| Salts::new(secret, &tenant.name)) }
+        let salts = secret.map(|secret| Salts::new(secret, &tenant.name));
+        Self { priorities: tenant.priorities(&config.policy.classes), salts, share }
+    }
+
+    /// Its part of the fleet.
+    pub(crate) fn share(&self) -> Share {
+        self.share
     }
 
     /// The salt of a request whose client sent `salt`; `None` where the tenant shares its prefixes.

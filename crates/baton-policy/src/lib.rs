@@ -22,6 +22,7 @@ mod replica;
 mod request;
 mod reuse;
 mod router;
+mod turns;
 
 pub use config::{PriceWeights, PriorityClass, RouterConfig};
 pub use decision::{DecisionRecord, FetchQuote, Quote, Realised, Reason, Terms};
@@ -30,3 +31,4 @@ pub use policy::{PolicyName, UnknownPolicy};
 pub use replica::{Discipline, LoadReport, ReplicaSpec, ReplicaState, ReplicaStatus};
 pub use request::{Arrival, Outcome, Placed, PrefixCopy, PrefixFetch, Refusal, Verdict};
 pub use router::{MoveTerms, Router};
+pub use turns::Share;

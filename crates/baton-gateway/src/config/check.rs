@@ -164,6 +164,9 @@ impl Check {
             for (name, bound) in bounds {
                 self.positive(option(name), bound.unwrap_or(1));
             }
+            if !tenant.weight.is_finite() || tenant.weight <= 0.0 {
+                self.refuse(option("weight"), tenant.weight, "a weight must be a number above 0");
+            }
             let classes = &config.policy.classes;
             for unknown in tenant.classes.iter().filter(|name| !classes.iter().any(|class| class.name == **name)) {
                 self.refuse(option("classes"), format!("{unknown:?}"), "no [[policy.classes]] has this name");

@@ -11,7 +11,7 @@ use super::{ClassConfig, EngineConfig, FrontConfig, GatewayConfig, MovesConfig, 
 const COLUMNS: usize = 110;
 
 /// Values that are no default, for options without one.
-const EXAMPLES: [(&str, &str); 32] = [
+const EXAMPLES: [(&str, &str); 33] = [
     ("gateway.admin_bind", "\"127.0.0.1:8081\""),
     ("gateway.admin_key", "{ env = \"BATON_ADMIN_KEY\" }"),
     ("gateway.salt_secret", "{ env = \"BATON_SALT_SECRET\" }"),
@@ -41,6 +41,7 @@ const EXAMPLES: [(&str, &str); 32] = [
     ("tenants.priority_max", "0"),
     ("tenants.classes", "[\"default\"]"),
     ("tenants.isolation", "\"salt\""),
+    ("tenants.weight", "1.0"),
     ("tenants.requests_per_minute", "600"),
     ("tenants.tokens_per_minute", "1000000"),
     ("tenants.concurrency", "64"),

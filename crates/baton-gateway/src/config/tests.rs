@@ -142,6 +142,7 @@ fn tenants_that_cannot_be_are_refused() {
     let told = |options: &str| error(&format!("{ENGINE}{}", tenant(options)));
     assert!(GatewayConfig::from_toml(&format!("{ENGINE}{}", tenant("priority_max = 5"))).is_ok());
     assert!(told("concurrency = 0").contains("line 8: tenants[0].concurrency = 0"));
+    assert!(told("weight = 0").contains("tenants[0].weight = 0") && told("weight = nan").contains("tenants[0].weight"));
     assert!(told("tokens_per_minute = 0").contains("tenants[0].tokens_per_minute"));
     assert!(told("classes = [\"night\"]").contains("tenants[0].classes = \"night\": no [[policy.classes]]"));
     let class = "[[policy.classes]]\nname = \"first\"\nstart_within = \"1s\"\n[[policy.classes]]\nname = \"rest\"\nfrom = 0\nstart_within = \"1s\"\n";
