@@ -98,6 +98,7 @@ async fn send(placements: Placements, sender: u64, known: u32, requests: Arc<Ato
             max_output: Some(Tokens(16)),
             session: None,
             program: None,
+            share: None,
             priority: Priority(0),
             excluded: Vec::new(),
         };

@@ -68,7 +68,8 @@ fn is_from_elsewhere(headers: &HeaderMap) -> bool {
         let name = host.host().trim_matches(['[', ']']);
         name == "localhost" || name.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
     });
-    let own_origin = text(header::ORIGIN).is_none_or(|origin| Some(origin.trim_start_matches("http://")) == text(header::HOST));
+    // Over TLS or not, its scheme is that by which the page reached this address.
+    let own_origin = text(header::ORIGIN).is_none_or(|origin| origin.split_once("://").map(|(_, host)| host) == text(header::HOST));
     !(local && own_origin)
 }
 
@@ -223,7 +224,7 @@ async fn reset_engine(shared: &Shared, engine: &Engine) -> Result<(), String> {
     if engine.facts().health != Health::Ready {
         return Err("not ready".into());
     }
-    let reset = shared.fleet.upstream.fetch(Method::POST, engine.url().join(path), engine.config.key(), RESET_TIMEOUT);
+    let reset = shared.fleet.upstream.fetch(engine, Method::POST, path, RESET_TIMEOUT);
     reset.await.map(|_| ()).map_err(|error| error.to_string())
 }
 
@@ -263,7 +264,7 @@ mod tests {
             is_from_elsewhere(&headers)
         };
         assert!(!elsewhere("127.0.0.1:8080", None) && !elsewhere("localhost:8080", Some("http://localhost:8080")));
-        assert!(!elsewhere("[::1]:8080", None));
+        assert!(!elsewhere("[::1]:8080", None) && !elsewhere("localhost:8080", Some("https://localhost:8080")));
         assert!(elsewhere("127.0.0.1:8080", Some("http://evil.example")) && elsewhere("evil.example", None));
         assert!(elsewhere("127.0.0.1:8080", Some("null")));
     }

@@ -5,7 +5,7 @@ use std::{convert::Infallible, pin::Pin, sync::Arc};
 use axum::{
     BoxError, Json, Router,
     extract::{Path, Request, State},
-    middleware::Next,
+    middleware::{Next, from_fn_with_state},
     response::{IntoResponse, Response},
     routing::{any, get},
 };
@@ -32,17 +32,26 @@ use crate::{
     refusal::{NO_REPLICA_RETRY, Refusal},
 };
 
-pub(crate) fn routes() -> Router<Arc<Shared>> {
+pub(crate) fn routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
     Router::new()
         .route(Api::Chat.path(), any(async || Refusal::MethodNotAllowed))
         .route(Api::Completions.path(), any(async || Refusal::MethodNotAllowed))
         .route("/v1/models", get(models))
         .route("/v1/models/{*id}", get(model))
+        .route_layer(from_fn_with_state(shared.clone(), authenticate))
         .route("/health", get(health))
         .route("/live", get(live))
         .route("/ready", get(ready))
         .route("/metrics", get(metrics))
         .fallback(passthrough::forward)
+}
+
+/// Whoever is no client of a tenant learns nothing of the fleet.
+async fn authenticate(State(shared): State<Arc<Shared>>, request: Request, next: Next) -> Response {
+    if let Err(refusal) = shared.fleet.tenants().of(request.headers()) {
+        return refusal.into_response();
+    }
+    next.run(request).await
 }
 
 /// Where requests come in: generations, which are nearly all, go their way without the router of the other paths.
@@ -100,24 +109,31 @@ async fn admit(
     client_id: &str,
 ) -> Result<Admitted, Refusal> {
     let fleet = &shared.fleet;
+    let mut grant = fleet.enter(headers)?;
     if fleet.stage() != Stage::Serving {
         return Err(Refusal::Draining);
     }
     let front = fleet.front();
     let bytes = read_body(body, &front).await?;
     let arrived = fleet.clock.now();
-    let intake = Intake::read(api, headers, &bytes, &front)?;
+    let mut intake = Intake::read(api, headers, &bytes, &front)?;
+    if let Some(grant) = &grant {
+        intake.belong_to(grant.tenant());
+    }
     let catalogue = fleet.catalogue();
     let Listed { card, lacking } = choose_model(&catalogue, intake.model.as_deref())?;
     let mut tokenized = shared.tokenization.tokenize(&intake.prompt).await;
     let prompt = believable(&tokenized, catalogue.longest_context);
+    if let Some(grant) = &mut grant {
+        grant.reserve(u64::from(prompt.0) + intake.output_max().unwrap_or(0))?;
+    }
     // Blocks that no replica can hold would stay in the books of the one that refuses them.
     tokenized.tokens.truncate(prompt.0 as usize);
     let adapter = card.parent.is_some().then_some(card.id.as_str());
     let chain = KeyChain::new(adapter, intake.salt.as_deref(), fleet.block_size(), tokenized.tokens);
     fleet.metrics.intake(fleet.clock.now().since(arrived));
     let live = Arc::new(Live::new(id, client_id.to_owned(), card.id.clone(), arrived, prompt));
-    Ok(Admitted { intake, live, chain, further: tokenized.further, exact: tokenized.exact, excluded: lacking.clone() })
+    Ok(Admitted { intake, live, chain, further: tokenized.further, exact: tokenized.exact, excluded: lacking.clone(), grant })
 }
 
 /// The whole body, within its limits.

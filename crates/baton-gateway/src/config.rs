@@ -22,7 +22,7 @@ mod reference;
 mod reload;
 mod values;
 
-use std::{fmt, net::SocketAddr, path::PathBuf, time::Duration};
+use std::{fmt, net::SocketAddr, ops::RangeInclusive, path::PathBuf, time::Duration};
 
 use baton_policy::{PolicyName, PriceWeights, PriorityClass, RouterConfig};
 use baton_units::{Bytes, Priority};
@@ -35,9 +35,9 @@ pub use self::{
     read::{ConfigError, Fault},
     reference::{reference, skeleton},
     reload::Reloaded,
-    values::Secret,
+    values::{KeyHash, NotAHash, Secret},
 };
-use crate::{engine::BaseUrl, prompt::KEY_MODEL};
+use crate::{engine::BaseUrl, prompt::KEY_MODEL, reserved::PRIORITY_MAX, tls::Authorities};
 
 /// Everything that `baton serve --config FILE` reads.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -48,6 +48,7 @@ pub struct GatewayConfig {
     pub policy: PolicyConfig,
     pub moves: MovesConfig,
     pub discovery: Vec<DiscoveryConfig>,
+    pub tenants: Vec<TenantConfig>,
 }
 
 /// The front door and its bounds.
@@ -101,6 +102,9 @@ pub struct FrontConfig {
     pub continue_streams: Continue,
     /// Let clients send `chat_template`. A template is a program that runs on the engine.
     pub client_chat_template: bool,
+    /// Name the replica that answers in each answer's header `x-baton-replica`. Without it clients cannot tell replicas apart by what the gateway
+    /// says.
+    pub expose_replica: bool,
     /// Memory for the tokens of text that was seen before, at most; a third each for messages, for the text between special tokens, and
     /// for words. At least `"64KiB"`. Lower: more of a growing conversation is tokenized again.
     #[serde(with = "values::size")]
@@ -110,21 +114,43 @@ pub struct FrontConfig {
     /// Key for `/baton/v1`, as `Authorization: Bearer KEY`. Without one those paths exist only where they are served at a loopback address.
     #[serde(skip_serializing)]
     pub admin_key: Option<Secret>,
+    /// Secret by which tenants' salts are made (`[[tenants]]` with `isolation = "salt"`): at least 16 characters, the same at every gateway of
+    /// the fleet. Another one leaves what is cached behind. Default: none.
+    #[serde(skip_serializing)]
+    pub salt_secret: Option<Secret>,
+    /// Certificate with which clients are served over TLS; without it they are served in the clear. The admin API is served with it, too, where it has
+    /// no address of its own; at `admin_bind` it stays in the clear.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tls: Option<TlsConfig>,
     /// File with the fleet key, where replicas' control connections ask for one (`baton replica --fleet-key-file`). Default: none.
     pub fleet_key_file: Option<PathBuf>,
+}
+
+/// TLS towards clients: versions 1.2 and 1.3. Both files are read again on SIGHUP, for the connections that come then.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Documented, DocumentedFields)]
+#[serde(deny_unknown_fields)]
+pub struct TlsConfig {
+    /// PEM file with the certificate, and after it those that vouch for it.
+    pub cert: PathBuf,
+    /// PEM file with the certificate's private key.
+    pub key: PathBuf,
 }
 
 /// One replica; the table comes once for each.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize, Documented, DocumentedFields)]
 #[serde(deny_unknown_fields)]
 pub struct EngineConfig {
-    /// Where its HTTP server is, for example `http://10.0.0.5:8000`. TLS is not spoken here; put a proxy beside the engine.
+    /// Where its HTTP server is, for example `http://10.0.0.5:8000`, or `https://engine.example` where it speaks TLS.
     pub url: BaseUrl,
     /// What it is: `baton`, `vllm`, `sglang`, `llamacpp` or `openai`; decides which of its abilities are used.
     pub kind: EngineKind,
     /// Name in metrics and the admin API. Default `r0`, `r1`, … by position.
     #[serde(default)]
     pub name: Option<String>,
+    /// PEM file with the certificates that vouch for an `https://` engine's, which must have the host of its URL as a name. Default: those that browsers
+    /// trust. Read again on SIGHUP.
+    #[serde(default)]
+    pub ca: Option<Authorities>,
     /// Sent as `Authorization: Bearer KEY`; clients' own credentials never reach an engine.
     #[serde(default, skip_serializing)]
     pub key: Option<Secret>,
@@ -221,6 +247,58 @@ pub struct MovesConfig {
     pub enabled: bool,
 }
 
+/// Clients that share keys, limits and books; the table comes once for each. With at least one, who brings no tenant's key is turned away
+/// with 401; without any, the gateway is open to all who reach it. Tenants and their keys change while it serves (SIGHUP).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Documented, DocumentedFields)]
+#[serde(deny_unknown_fields)]
+pub struct TenantConfig {
+    /// Name in metrics.
+    pub name: String,
+    /// Keys of its clients, which send one as `Authorization: Bearer KEY` or `x-api-key: KEY`. Each is `"sha256:…"`, as `baton hash-key`
+    /// prints it, or `{ env = "NAME" }` or `{ file = "PATH" }` with a hash or the key itself. Keys should be long and random.
+    #[serde(skip_serializing)]
+    pub keys: Vec<KeyHash>,
+    /// Most important priority that its requests get; what asks for a more important one, a lower number, gets this. Default: none, -1000.
+    #[serde(default)]
+    pub priority_max: Option<i32>,
+    /// Names of the `[[policy.classes]]` that its requests may be of. A priority of another class becomes the nearest one, less important
+    /// where there is such, that they may have. Default: all.
+    #[serde(default)]
+    pub classes: Vec<String>,
+    /// `salt`: its prefixes are kept apart from all others', in engines' caches and in what is known of them, so that no other tenant can
+    /// learn from its times what this one sent; needs `[gateway] salt_secret` and engines that take a salt (`baton`, `vllm`, `sglang`).
+    /// `none`: prefixes are shared with all tenants that say so, too. Default `salt`; what is shared is computed once for each tenant.
+    #[serde(default)]
+    pub isolation: Isolation,
+    /// Its part of the fleet where requests wait: of two tenants with requests of equal importance waiting all along, one gets so many times the
+    /// other's service, prompts that are computed and twice their output in tokens. Default 1.
+    #[serde(default = "equal_weight")]
+    pub weight: f64,
+    /// Requests that may begin in a minute, and as many at once after a quiet one; more are refused with 429. Default: any number.
+    #[serde(default)]
+    pub requests_per_minute: Option<u64>,
+    /// Tokens of prompts and output together in a minute, and as many at once after a quiet one. A request sets aside its prompt and the output
+    /// that it allows itself (`max_tokens`), and gives back what it did not use; what it uses beyond that is owed. Default: any number.
+    #[serde(default)]
+    pub tokens_per_minute: Option<u64>,
+    /// Requests at once, those that wait in the gateway included; more are refused with 429. Default: any number.
+    #[serde(default)]
+    pub concurrency: Option<u32>,
+}
+
+fn equal_weight() -> f64 {
+    1.0
+}
+
+/// Whether a tenant's prefixes are its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Isolation {
+    #[default]
+    Salt,
+    None,
+}
+
 /// Requests of one importance: who is served before whom, and how soon.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Documented, DocumentedFields)]
 #[serde(deny_unknown_fields)]
@@ -274,9 +352,12 @@ impl Default for FrontConfig {
             assemble: true,
             continue_streams: Continue::Exact,
             client_chat_template: false,
+            expose_replica: false,
             text_cache_bytes: 96 << 20,
             admin_bind: None,
             admin_key: None,
+            salt_secret: None,
+            tls: None,
             fleet_key_file: None,
         }
     }
@@ -335,6 +416,38 @@ impl PolicyConfig {
     }
 }
 
+impl TenantConfig {
+    /// A tenant without keys and limits.
+    pub fn new(name: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            keys: Vec::new(),
+            priority_max: None,
+            classes: Vec::new(),
+            isolation: Isolation::default(),
+            weight: equal_weight(),
+            requests_per_minute: None,
+            tokens_per_minute: None,
+            concurrency: None,
+        }
+    }
+
+    /// Priorities that its requests may have, in order; none where its options contradict each other.
+    pub(crate) fn priorities(&self, classes: &[ClassConfig]) -> Vec<RangeInclusive<i32>> {
+        let most = self.priority_max.unwrap_or(-PRIORITY_MAX).max(-PRIORITY_MAX);
+        if self.classes.is_empty() {
+            return vec![most..=PRIORITY_MAX];
+        }
+        let range = |(place, class): (usize, &ClassConfig)| {
+            // What is more important than all classes is of the first.
+            let from = if place == 0 { most } else { class.from.max(most) };
+            let to = classes.get(place + 1).map_or(PRIORITY_MAX, |next| next.from.saturating_sub(1).min(PRIORITY_MAX));
+            (self.classes.contains(&class.name) && from <= to).then_some(from..=to)
+        };
+        classes.iter().enumerate().filter_map(range).collect()
+    }
+}
+
 impl EngineConfig {
     /// An engine of which only address and kind are known.
     pub fn new(url: BaseUrl, kind: EngineKind) -> Self {
@@ -342,6 +455,7 @@ impl EngineConfig {
             url,
             kind,
             name: None,
+            ca: None,
             key: None,
             models: Vec::new(),
             max_model_len: None,

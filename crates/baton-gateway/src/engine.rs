@@ -3,7 +3,7 @@
 use std::{
     fmt,
     str::FromStr,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     time::Duration,
 };
 
@@ -14,9 +14,10 @@ use baton_policy::{LoadReport, ReplicaSpec, mover::DrainForecast};
 use baton_session::Fault;
 use baton_units::{Incarnation, ReplicaId, Time, Tokens};
 use baton_wire::{openai::ModelCard, replica::KvEventSource};
-use http::Uri;
+use http::{Uri, uri::Scheme};
 use serde::{Deserialize, Deserializer, Serialize};
 use tokio::sync::{Notify, watch};
+use tokio_rustls::rustls::ClientConfig;
 
 use crate::{
     carry::link::Destination,
@@ -25,28 +26,36 @@ use crate::{
     line::{Address, Lines},
     pulse::Pulse,
     speed::Speed,
+    tls,
+    upstream::PlainClient,
 };
 
-/// `http://host:port`, with a path in front of the engine's own where there is one.
+/// `http://host:port` or `https://host:port`, with a path in front of the engine's own where there is one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BaseUrl {
+    scheme: Scheme,
     authority: String,
     prefix: String,
 }
 
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UrlError {
-    #[error("{url:?} is no URL: give http://HOST:PORT")]
+    #[error("{url:?} is no URL: give http://HOST:PORT or https://HOST:PORT")]
     Malformed { url: String },
-    #[error("{url:?} has scheme {scheme}: give an http:// address, and put a proxy beside an engine that needs TLS")]
+    #[error("{url:?} has scheme {scheme}: give an http:// or https:// address")]
     Scheme { url: String, scheme: String },
 }
 
 impl BaseUrl {
     /// Address of a path of the engine, which begins with `/`.
     pub(crate) fn join(&self, path: &str) -> Uri {
-        let text = format!("http://{}{}{path}", self.authority, self.prefix);
+        let text = format!("{}://{}{}{path}", self.scheme, self.authority, self.prefix);
         text.parse().unwrap_or_else(|_| Uri::from_static("/"))
+    }
+
+    /// It is spoken to over TLS.
+    pub(crate) fn is_tls(&self) -> bool {
+        self.scheme == Scheme::HTTPS
     }
 
     /// Host and port.
@@ -74,19 +83,21 @@ impl FromStr for BaseUrl {
     fn from_str(url: &str) -> Result<Self, UrlError> {
         let malformed = || UrlError::Malformed { url: url.to_owned() };
         let uri: Uri = url.parse().map_err(|_| malformed())?;
-        match uri.scheme_str() {
-            Some("http") => {}
-            Some(scheme) => return Err(UrlError::Scheme { url: url.to_owned(), scheme: scheme.to_owned() }),
-            None => return Err(malformed()),
+        let scheme = uri.scheme().ok_or_else(malformed)?;
+        if *scheme != Scheme::HTTP && *scheme != Scheme::HTTPS {
+            return Err(UrlError::Scheme { url: url.to_owned(), scheme: scheme.to_string() });
+        }
+        if *scheme == Scheme::HTTPS && uri.host().and_then(tls::server_name).is_none() {
+            return Err(malformed());
         }
         let authority = uri.authority().filter(|authority| !authority.as_str().contains('@')).ok_or_else(malformed)?;
-        Ok(Self { authority: authority.to_string(), prefix: uri.path().trim_end_matches('/').to_owned() })
+        Ok(Self { scheme: scheme.clone(), authority: authority.to_string(), prefix: uri.path().trim_end_matches('/').to_owned() })
     }
 }
 
 impl fmt::Display for BaseUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "http://{}{}", self.authority, self.prefix)
+        write!(f, "{}://{}{}", self.scheme, self.authority, self.prefix)
     }
 }
 
@@ -140,6 +151,10 @@ pub(crate) struct Engine {
     pub(crate) member: Option<MemberId>,
     /// Connections for requests.
     pub(crate) lines: Arc<Lines>,
+    /// For all else, made when it is first asked for.
+    pub(crate) client: OnceLock<PlainClient>,
+    /// With what it is spoken to over TLS.
+    pub(crate) tls: Option<Arc<ClientConfig>>,
     facts: Mutex<Facts>,
     /// Wakes the engine's watcher before its time.
     pub(crate) probe: Notify,
@@ -237,12 +252,15 @@ impl Engine {
             speed: Speed::prior(default_step()),
         };
         let name = config.name.clone().unwrap_or_else(|| id.to_string());
-        let lines = Lines::new(Address::new(&config.url, config.key()), idle_connections);
+        let tls = config.url.is_tls().then(|| tls::client(config.ca.as_ref()));
+        let lines = Lines::new(Address::new(&config.url, config.key(), tls.clone()), idle_connections);
         Self {
             id,
             before,
             name,
             lines: Arc::new(lines),
+            client: OnceLock::new(),
+            tls,
             config,
             member,
             facts: Mutex::new(facts),
@@ -289,9 +307,9 @@ impl Engine {
         Duration::try_from_secs_f64(spec.step.step_s(&load)).unwrap_or(Duration::MAX)
     }
 
-    /// It was started at another address, or again at the same.
+    /// It was started at another address, or again at the same; one that is spoken to over TLS still is.
     pub(crate) fn move_to(&self, url: BaseUrl) {
-        self.lines.move_to(Address::new(&url, self.config.key()));
+        self.lines.move_to(Address::new(&url, self.config.key(), self.tls.clone()));
         self.facts().url = url;
     }
 
@@ -365,12 +383,17 @@ mod tests {
         assert_eq!((url.host(), url.to_string().as_str()), ("10.0.0.5", "http://10.0.0.5:8000/engine"));
         let v6: BaseUrl = "http://[::1]:8000".parse().unwrap();
         assert_eq!(v6.host(), "[::1]");
+        for url in ["https://[::1]:8000", "https://engine.example/v2", "https://10.0.0.5:8000"] {
+            let tls: BaseUrl = url.parse().unwrap();
+            assert!(tls.is_tls() && !v6.is_tls());
+            assert_eq!(tls.join("/x").to_string(), format!("{url}/x"));
+        }
     }
 
     #[test]
-    fn what_is_no_plain_http_address_is_refused() {
-        assert!(matches!("https://a".parse::<BaseUrl>(), Err(UrlError::Scheme { .. })));
-        for url in ["a:80", "/v1", "http://user:word@a", "http://"] {
+    fn what_is_no_address_of_a_server_is_refused() {
+        assert!(matches!("ftp://a".parse::<BaseUrl>(), Err(UrlError::Scheme { .. })));
+        for url in ["a:80", "/v1", "http://user:word@a", "http://", "https://-a", "https://a..b"] {
             assert!(url.parse::<BaseUrl>().is_err(), "{url}");
         }
     }

@@ -44,7 +44,7 @@ use crate::{
     carry::RunEvent,
     chunk::{Chunk, ClientView, Reading},
     engine::Engine,
-    fleet::{Booked, Fleet, Placing, Stage},
+    fleet::{Booked, Fleet, Placing, REPLICA_HEADER, Stage},
     intake::{Intake, Mode},
     line::Head,
     live::{Live, LiveState},
@@ -53,6 +53,7 @@ use crate::{
     pulse::Listener,
     refusal::{NO_REPLICA_RETRY, Refusal},
     reserved,
+    tenants::Grant,
     upstream::{Arrived, Attempt, Expect},
 };
 
@@ -71,6 +72,8 @@ pub(crate) struct Admitted {
     pub(crate) exact: bool,
     /// Replicas that do not serve the model.
     pub(crate) excluded: Vec<ReplicaId>,
+    /// Of the client's tenant, where there are tenants.
+    pub(crate) grant: Option<Grant>,
 }
 
 /// Carries a request until its status is known; a stream goes on as the response's body. The client's connection drives it all, so an
@@ -80,9 +83,13 @@ pub(crate) async fn run(fleet: Arc<Fleet>, admitted: Admitted) -> Response<Body>
     let mut exchange = Box::new(Exchange::new(fleet, admitted));
     poll_fn(|context| exchange.poll_output(context)).await;
     let whole = exchange.outlet.take_whole();
+    let replica = exchange.last_replica.and_then(|id| exchange.fleet.engine(id)).and_then(|engine| exchange.fleet.shown_name(&engine));
     let mut response = whole.unwrap_or_else(|| stream_response(Body::new(Stream(exchange))));
     if let Ok(id) = client_id {
         response.headers_mut().insert("x-request-id", id);
+    }
+    if let Some(replica) = replica {
+        response.headers_mut().insert(REPLICA_HEADER, replica);
     }
     response
 }
@@ -458,6 +465,7 @@ impl Exchange {
             max_output: intake.max_output,
             session: intake.identity.session,
             program: intake.identity.program,
+            share: intake.share,
             priority: intake.identity.priority,
             excluded,
         }
@@ -777,7 +785,20 @@ impl Exchange {
         let tokens = std::mem::take(&mut self.untold);
         if tokens > 0 {
             self.fleet.peek_router(|router, now| router.output_tokens(self.admitted.live.id, tokens, now));
+            let (prompt, output) = (self.prompt_tokens(), self.output_tokens());
+            if let Some(grant) = &mut self.admitted.grant {
+                grant.used(prompt + output);
+            }
         }
+    }
+
+    /// Of the prompt: as the engine counts them, once it has told.
+    fn prompt_tokens(&self) -> u64 {
+        self.usage.as_ref().map_or(self.admitted.live.prompt.0, |usage| usage.prompt_tokens).into()
+    }
+
+    fn output_tokens(&self) -> u64 {
+        self.admitted.live.output().0.into()
     }
 
     /// `[DONE]`: the engine says that this is all.
@@ -887,6 +908,12 @@ impl Exchange {
         let keys = (outcome == Outcome::Finished && grown).then(|| self.admitted.chain.keys());
         self.fleet.finished(live.id, outcome, keys);
         self.fleet.retire(live.id);
+        if let Some(grant) = self.admitted.grant.take() {
+            // Nothing was computed of a request that no replica had, or that none would do.
+            let is_free = self.last_replica.is_none() || matches!(end, End::Refused | End::Rejected | End::Exhausted(_));
+            grant.end(if is_free { 0 } else { self.prompt_tokens() }, self.output_tokens());
+        }
+        let live = &self.admitted.live;
         let took = self.fleet.clock.now().since(live.arrived);
         let route = self.admitted.intake.api.path();
         self.fleet.metrics.request_ended(route, name, took);

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use arc_swap::ArcSwap;
+use arc_swap::{ArcSwap, ArcSwapOption};
 use baton_cost::StepCoefficients;
 use baton_discovery::MemberId;
 use baton_kv::{Applied, Copying, IndexReader, KvEventBatch, Snapshot};
@@ -21,17 +21,21 @@ use baton_session::Fault;
 use baton_text::Tokenizer;
 use baton_units::{BlockSize, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
 use baton_wire::{migration::handshake::FleetKey, openai::ModelCard};
+use http::{HeaderMap, HeaderName, HeaderValue};
 use tokio::sync::{Notify, oneshot, watch};
+use tokio_rustls::rustls::ServerConfig;
 
 use crate::{
     carry::{Desk, Effect, Rounds},
     clock::Clock,
-    config::{EngineConfig, FrontConfig, MovesConfig, PolicyConfig},
+    config::{EngineConfig, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig},
     engine::{Drain, DrainOrder, Engine, Health},
     live::Live,
     metrics::Metrics,
+    refusal::Refusal,
     snapshot::{Former, SnapshotFile},
     speed::{Likeness, Speed, Speeds},
+    tenants::{Grant, Tenants},
     upstream::Upstream,
 };
 
@@ -39,6 +43,9 @@ use crate::{
 const TAKEN_IN_AT_ONCE: usize = 128;
 /// Places of the index that are copied while others wait.
 const COPIED_AT_ONCE: usize = 1024;
+
+/// Names the replica that answers.
+pub(crate) const REPLICA_HEADER: HeaderName = HeaderName::from_static("x-baton-replica");
 
 /// How far the gateway is from its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -82,6 +89,9 @@ pub(crate) struct Fleet {
     desk_timer_at: AtomicU64,
     rounds: parking_lot::Mutex<Rounds>,
     moves: ArcSwap<MovesConfig>,
+    tenants: ArcSwap<Tenants>,
+    /// With what clients are served over TLS.
+    tls: ArcSwapOption<ServerConfig>,
     /// Told when a request has arrived where it moved to.
     pub(crate) arrived: Notify,
     identity: Identity,
@@ -213,6 +223,8 @@ impl Fleet {
             desk_timer_at: AtomicU64::new(u64::MAX),
             rounds: parking_lot::Mutex::new(Rounds::new(policy.quiet_from.map(Priority))),
             moves: ArcSwap::default(),
+            tenants: ArcSwap::default(),
+            tls: ArcSwapOption::empty(),
             arrived: Notify::new(),
             identity: Identity::of_gateway(name, None),
             tokenizer: None,
@@ -251,6 +263,29 @@ impl Fleet {
 
     pub(crate) fn set_moves(&self, moves: MovesConfig) {
         self.moves.store(Arc::new(moves));
+    }
+
+    /// Who may ask, as of now.
+    pub(crate) fn tenants(&self) -> Arc<Tenants> {
+        self.tenants.load_full()
+    }
+
+    pub(crate) fn set_tenants(&self, config: &GatewayConfig) {
+        self.tenants.store(Arc::new(self.tenants().replaced_by(config, self.clock.now())));
+    }
+
+    /// How the next client is served: over TLS with this, or in the clear.
+    pub(crate) fn tls(&self) -> Option<Arc<ServerConfig>> {
+        self.tls.load_full()
+    }
+
+    pub(crate) fn set_tls(&self, server: Option<Arc<ServerConfig>>) {
+        self.tls.store(server);
+    }
+
+    /// Lets in a request of the tenant whose key its headers have; without a grant where the gateway is open.
+    pub(crate) fn enter(&self, headers: &HeaderMap) -> Result<Option<Grant>, Refusal> {
+        self.tenants().of(headers)?.map(|tenant| tenant.enter(self.clock)).transpose()
     }
 
     // The router.
@@ -531,6 +566,11 @@ impl Fleet {
 
     pub(crate) fn engine(&self, id: ReplicaId) -> Option<Arc<Engine>> {
         self.engines.read().unwrap_or_else(PoisonError::into_inner).get(id.index()).cloned().flatten()
+    }
+
+    /// The engine's name for a header of an answer, where clients are to know it.
+    pub(crate) fn shown_name(&self, engine: &Engine) -> Option<HeaderValue> {
+        if self.front().expose_replica { HeaderValue::from_str(&engine.name).ok() } else { None }
     }
 
     /// Replaces the engines. One that is [known](Known) keeps its place, and if nothing else of it changed its state.

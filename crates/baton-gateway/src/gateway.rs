@@ -25,7 +25,7 @@ use crate::{
     priced::Responses,
     prompt::Tokenization,
     refusal::Refusal,
-    snapshot,
+    snapshot, tls,
 };
 
 /// Why a gateway stopped.
@@ -101,6 +101,7 @@ impl Gateway {
     pub fn new(config: GatewayConfig, text: Option<Arc<Tokenizer>>) -> Result<Self, ConfigError> {
         config.check()?;
         let fleet_key = config.gateway.fleet_key_file.as_deref().map(baton_link::read_fleet_key).transpose()?;
+        let tls = config.gateway.tls.as_ref().map(tls::server).transpose()?;
         let tokenization = Tokenization::new(text.clone(), config.gateway.text_cache_bytes);
         let shared = Shared {
             fleet: Arc::new(Fleet::new(config.gateway.clone(), &config.policy).carrying(fleet_key, text)),
@@ -112,6 +113,8 @@ impl Gateway {
             discovery: Mutex::default(),
             config: Mutex::new(config.clone()),
         };
+        shared.fleet.set_tls(tls);
+        shared.fleet.set_tenants(&config);
         shared.fleet.set_moves(config.moves);
         let gateway = Self { shared: Arc::new(shared) };
         gateway.configure(config.engines, Some(&config.discovery));
@@ -121,12 +124,15 @@ impl Gateway {
     /// Goes on under another configuration, without a stream that ends for it.
     pub fn reload(&self, config: &GatewayConfig) -> Result<Reloaded, ConfigError> {
         config.check()?;
+        let tls = config.gateway.tls.as_ref().map(tls::server).transpose()?;
         let mut current = self.shared.config.lock().unwrap_or_else(PoisonError::into_inner);
         let (config, at_next_start) = current.replaced_by(config);
         let fleet = &self.shared.fleet;
         fleet.set_front(config.gateway.clone());
         fleet.with_router(|router, _| router.reconfigure(config.policy.router()));
         fleet.set_moves(config.moves.clone());
+        fleet.set_tls(tls);
+        fleet.set_tenants(&config);
         let (engines_started, engines_gone) = self.configure(config.engines.clone(), Some(&config.discovery));
         *current = config;
         Ok(Reloaded { engines_started, engines_gone, at_next_start })
@@ -187,7 +193,7 @@ impl Gateway {
         if shared.fleet.front().admin_key.is_none() && !address.ip().is_loopback() {
             tracing::warn!(%address, "no admin_key is set and the address is not loopback: /baton/v1 is off");
         }
-        let mut routes = api::routes();
+        let mut routes = api::routes(&shared);
         if admin_listener.is_none() {
             routes = routes.merge(admin::routes(&shared));
         }

@@ -3,7 +3,7 @@
 
 use baton_units::Priority;
 use http::HeaderMap;
-use xxhash_rust::xxh3::xxh3_64;
+use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 use crate::{body::JsonBody, reserved::PRIORITY_MAX};
 
@@ -35,6 +35,14 @@ impl Identity {
         let hash = |name| header(headers, name).map(|value| xxh3_64(value.as_bytes()));
         let priority = header(headers, "x-priority").and_then(|priority| priority.parse().ok()).map_or(Priority(0), clamped);
         Self { session: hash("x-session-id"), program: hash("x-program-id"), priority }
+    }
+
+    /// Within a tenant: no client can name the session or program of another one's, and so learn where that runs.
+    pub(crate) fn belong_to(&mut self, tenant: &str) {
+        let seed = xxh3_64(tenant.as_bytes());
+        for name in [&mut self.session, &mut self.program].into_iter().flatten() {
+            *name = xxh3_64_with_seed(&name.to_le_bytes(), seed);
+        }
     }
 }
 
@@ -70,6 +78,17 @@ mod tests {
         assert_eq!(identity(&[], r#"{"user":"u"}"#).session, named("u"));
         assert_eq!(identity(&[], r#"{"user":""}"#).session, None);
         assert_eq!(identity(&[("x-program-id", "p")], "{}").program, named("p"));
+    }
+
+    #[test]
+    fn tenants_do_not_share_sessions() {
+        let of = |tenant: &str| {
+            let mut identity = identity(&[("x-session-id", "s"), ("x-program-id", "s")], "{}");
+            identity.belong_to(tenant);
+            (identity.session.unwrap(), identity.program.unwrap())
+        };
+        assert_eq!(of("a"), of("a"));
+        assert!(of("a").0 != of("b").0 && of("a").1 != of("b").1);
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 
 use baton_kv::KeyDomain;
+use baton_policy::Share;
 use baton_units::Tokens;
 use baton_wire::openai::{ErrorBody, Prompt, StreamOptions};
 use bytes::Bytes;
@@ -14,6 +15,7 @@ use crate::{
     identity::Identity,
     refusal::Refusal,
     reserved,
+    tenants::Tenant,
 };
 
 /// Fields that are done here, or belong to the chat API, where an engine is sent tokens.
@@ -111,8 +113,10 @@ pub(crate) struct Intake {
     pub(crate) choices: u32,
     pub(crate) max_output: Option<Tokens>,
     pub(crate) identity: Identity,
-    /// Derived from the client's `cache_salt`; see the reserved fields.
+    /// Of the client's tenant, or derived from the client's `cache_salt`; see the reserved fields.
     pub(crate) salt: Option<String>,
+    /// Of the client's tenant.
+    pub(crate) share: Option<Share>,
     pub(crate) prompt: PromptSource,
     /// Nothing in it keeps the answer from being put together from a stream.
     streams_fully: bool,
@@ -151,11 +155,28 @@ impl Intake {
             max_output: max_output.map(Tokens),
             identity: Identity::read(headers, &body),
             salt: read::<String>(&body, "cache_salt")?.map(|salt| derived_salt(&salt)),
+            share: None,
             prompt,
             streams_fully: streams_fully(&body),
             body,
             stripped,
         })
+    }
+
+    /// It is of a client of this tenant, and gets what the tenant allows.
+    pub(crate) fn belong_to(&mut self, tenant: &Tenant) {
+        self.identity.belong_to(tenant.name());
+        let terms = tenant.terms();
+        self.identity.priority = terms.priority(self.identity.priority);
+        self.share = Some(terms.share());
+        // It was read as a text before.
+        let own = self.body.read::<String>("cache_salt").ok().flatten();
+        self.salt = terms.salt(own.as_deref()).or(self.salt.take());
+    }
+
+    /// Output tokens that it allows itself, over all choices; `None` where it sets no bound.
+    pub(crate) fn output_max(&self) -> Option<u64> {
+        self.max_output.map(|each| u64::from(each.0) * u64::from(self.choices))
     }
 
     /// How to send it to an engine of that kind.

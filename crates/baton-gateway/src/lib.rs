@@ -3,7 +3,7 @@
 //!
 //! It parses a body once, tokenizes and keys the prompt, streams the answer event by event, retries while the client has seen
 //! nothing, and watches its engines (health, load, KV events). It computes no price and holds no rule of choice; it generates no
-//! token; it logs no prompt and no output, and keeps of both only tokens, in bounded memory. It speaks no TLS.
+//! token; it logs no prompt and no output, and keeps of both only tokens, in bounded memory.
 
 mod admin;
 mod api;
@@ -39,14 +39,17 @@ mod reserved;
 mod segments;
 mod snapshot;
 mod speed;
+mod tenants;
+mod tls;
 mod turns;
 mod upstream;
 mod words;
 
 pub use config::{
     ClassConfig, ConfigError, Continue, DiscoveryConfig, DiscoveryType, EngineConfig, EngineKind, EngineTemplate, Fault, FrontConfig,
-    GatewayConfig, MovesConfig, PolicyConfig, Reloaded, Secret, reference, skeleton,
+    GatewayConfig, Isolation, KeyHash, MovesConfig, NotAHash, PolicyConfig, Reloaded, Secret, TenantConfig, TlsConfig, reference, skeleton,
 };
 pub use engine::{BaseUrl, UrlError};
 pub use gateway::{Gateway, GatewayError};
 pub use reserved::{RESERVED, Reserved, Rule};
+pub use tls::{Authorities, TlsError};

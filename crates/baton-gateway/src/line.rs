@@ -20,11 +20,11 @@ use http::{HeaderValue, StatusCode, Uri};
 use httparse::Status::{Complete, Partial};
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
-    net::TcpStream,
     time::Instant,
 };
+use tokio_rustls::rustls::ClientConfig;
 
-use crate::engine::BaseUrl;
+use crate::{engine::BaseUrl, tls::Transport};
 
 /// Read from an engine at once, and the bound of a head.
 const INPUT_BYTES: usize = 16 << 10;
@@ -51,16 +51,18 @@ pub(crate) struct Address {
     prefix: String,
     /// Host, content type and the engine's own key.
     fixed_headers: String,
+    /// With what it is spoken to over TLS.
+    pub(crate) tls: Option<Arc<ClientConfig>>,
 }
 
 impl Address {
-    pub(crate) fn new(url: &BaseUrl, key: Option<&str>) -> Self {
+    pub(crate) fn new(url: &BaseUrl, key: Option<&str>, tls: Option<Arc<ClientConfig>>) -> Self {
         let mut fixed_headers = format!("host: {}\r\ncontent-type: application/json\r\n", url.authority());
         if let Some(key) = key {
             // The configuration's check let through only what a header may hold.
             write!(fixed_headers, "authorization: Bearer {key}\r\n").expect("a string takes it");
         }
-        Self { uri: url.join("/"), prefix: url.prefix().to_owned(), fixed_headers }
+        Self { uri: url.join("/"), prefix: url.prefix().to_owned(), fixed_headers, tls }
     }
 
     /// The head of a POST.
@@ -102,7 +104,7 @@ enum Chunk {
 
 /// One connection. Holds at most [`INPUT_BYTES`] of an answer.
 pub(crate) struct Line {
-    stream: TcpStream,
+    stream: Transport,
     input: Box<[u8]>,
     /// `input[start..end]` was read and not used.
     start: usize,
@@ -116,9 +118,9 @@ pub(crate) struct Line {
 }
 
 impl Line {
-    pub(crate) fn new(stream: TcpStream, address: Arc<Address>) -> Self {
+    pub(crate) fn new(stream: impl Into<Transport>, address: Arc<Address>) -> Self {
         Self {
-            stream,
+            stream: stream.into(),
             input: vec![0; INPUT_BYTES].into(),
             start: 0,
             end: 0,
@@ -281,7 +283,8 @@ impl Line {
                 self.output.pop_front();
             }
         }
-        Poll::Ready(Ok(()))
+        // TLS holds back what it has encrypted until it is asked.
+        Pin::new(&mut self.stream).poll_flush(context)
     }
 
     /// Whether another request can follow.

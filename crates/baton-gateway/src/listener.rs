@@ -17,6 +17,7 @@ use tokio::{
     task::JoinSet,
     time::{Sleep, sleep, timeout},
 };
+use tokio_rustls::TlsAcceptor;
 
 use crate::{
     api::Door,
@@ -60,7 +61,22 @@ async fn carry(stream: TcpStream, http: http1::Builder, door: Arc<Door>, fleet: 
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "a connection keeps Nagle's algorithm");
     }
-    let stream = Patient { stream, patience: fleet.front().stall_timeout, blocked: None };
+    let front = fleet.front();
+    let stream = Patient { stream, patience: front.stall_timeout, blocked: None };
+    let Some(tls) = fleet.tls() else { return talk(stream, http, door, &fleet).await };
+    let shaken = tokio::select! {
+        biased;
+        () = fleet.reached(Stage::Closing) => return,
+        shaken = timeout(front.receive_timeout, TlsAcceptor::from(tls).accept(stream)) => shaken,
+    };
+    match shaken {
+        Ok(Ok(stream)) => talk(stream, http, door, &fleet).await,
+        Ok(Err(error)) => tracing::debug!(%error, "a client's TLS handshake failed"),
+        Err(_) => tracing::debug!("a client's TLS handshake took too long"),
+    }
+}
+
+async fn talk(stream: impl AsyncRead + AsyncWrite + Unpin, http: http1::Builder, door: Arc<Door>, fleet: &Fleet) {
     let mut connection = std::pin::pin!(http.serve_connection(TokioIo::new(stream), door));
     let ended = tokio::select! {
         biased;

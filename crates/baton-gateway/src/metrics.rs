@@ -1,4 +1,4 @@
-//! Counters and histograms in Prometheus's text form. Labels are routes, outcomes and the configured engines' names: bounded, and
+//! Counters and histograms in Prometheus's text form. Labels are routes, outcomes and the names of configured engines and tenants: bounded, and
 //! never a client's word.
 
 use std::{
@@ -19,6 +19,7 @@ use crate::{
     carry::{MoveOutcome, MoveRecord},
     engine::Health,
     fleet::Fleet,
+    tenants::{Limit, Tenants, Usage},
 };
 
 /// Upper bounds in seconds, for times from a warm first token to a long answer.
@@ -224,6 +225,7 @@ impl Metrics {
         for (class, count) in fleet.peek_router(|router, _| router.sheds().map(|(class, n)| (class.name.clone(), n)).collect::<Vec<_>>()) {
             page.sample("baton_sheds_total", &[("class", &class)], count as f64);
         }
+        render_tenants(&mut page, &fleet.tenants());
         page.family("baton_live_requests", "gauge", "Requests in the gateway.");
         page.sample("baton_live_requests", &[], fleet.live().len() as f64);
         page.text
@@ -316,6 +318,36 @@ impl Metrics {
         for status in &statuses {
             page.sample("baton_replica_kv_blocks_indexed", &[("replica", name(status.id))], f64::from(status.kv_blocks_indexed));
         }
+    }
+}
+
+/// Use of the fleet by tenant; nothing where there are none.
+fn render_tenants(page: &mut Page, tenants: &Tenants) {
+    if tenants.is_open() {
+        return;
+    }
+    let usages: Vec<Usage<'_>> = tenants.usage().collect();
+    page.family("baton_strangers_total", "counter", "Requests refused since they had no key of a tenant.");
+    page.sample("baton_strangers_total", &[], tenants.strangers() as f64);
+    page.family("baton_tenant_requests_total", "counter", "Requests let in, by tenant.");
+    for usage in &usages {
+        page.sample("baton_tenant_requests_total", &[("tenant", usage.name)], usage.requests as f64);
+    }
+    page.family("baton_tenant_refused_total", "counter", "Requests refused by a limit of their tenant.");
+    for usage in &usages {
+        for (limit, refused) in Limit::ALL.into_iter().zip(usage.refused) {
+            page.sample("baton_tenant_refused_total", &[("tenant", usage.name), ("limit", limit.option())], refused as f64);
+        }
+    }
+    page.family("baton_tenant_tokens_total", "counter", "Tokens of requests that ended, by tenant.");
+    for usage in &usages {
+        for (kind, tokens) in [("prompt", usage.prompt_tokens), ("output", usage.output_tokens)] {
+            page.sample("baton_tenant_tokens_total", &[("tenant", usage.name), ("kind", kind)], tokens as f64);
+        }
+    }
+    page.family("baton_tenant_running", "gauge", "Requests in the gateway, by tenant.");
+    for usage in &usages {
+        page.sample("baton_tenant_running", &[("tenant", usage.name)], f64::from(usage.running));
     }
 }
 

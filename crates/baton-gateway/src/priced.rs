@@ -23,9 +23,10 @@ use crate::{
     intake::{ChatPrompt, PromptSource},
     json::RawObject,
     live::{Live, LiveState},
-    passthrough::{lacks_path, send},
+    passthrough::{Meter, lacks_path, send},
     prompt::KeyChain,
     refusal::{NO_REPLICA_RETRY, Refusal},
+    tenants::Terms,
 };
 
 /// Responses of which it is known where they live.
@@ -43,11 +44,13 @@ struct Kept {
 }
 
 impl Responses {
-    pub(crate) fn home(&self, id: &str) -> Option<ReplicaId> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).homes.get(id).copied()
+    /// Of a response that a client of this tenant made.
+    pub(crate) fn home(&self, tenant: &str, id: &str) -> Option<ReplicaId> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).homes.get(&owned(tenant, id)).copied()
     }
 
-    fn keep(&self, id: String, home: ReplicaId) {
+    fn keep(&self, tenant: &str, id: &str, home: ReplicaId) {
+        let id = owned(tenant, id);
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.homes.insert(id.clone(), home).is_none() {
             kept.order.push_back(id);
@@ -58,6 +61,22 @@ impl Responses {
             kept.homes.remove(&oldest);
         }
     }
+}
+
+/// A response's id with its tenant, empty where there are none: nobody goes on with another's.
+fn owned(tenant: &str, id: &str) -> String {
+    format!("{tenant}\0{id}")
+}
+
+/// What is known of a request whose API is not spoken here.
+pub(crate) struct Asked {
+    pub(crate) source: PromptSource,
+    /// Empty where there are none.
+    pub(crate) tenant: String,
+    pub(crate) terms: Option<Arc<Terms>>,
+    pub(crate) salt: Option<String>,
+    /// Where the response lives that it continues.
+    pub(crate) home: Option<ReplicaId>,
 }
 
 /// The response that a path below `/v1/responses/` is about.
@@ -120,18 +139,22 @@ pub(crate) async fn pass(
     shared: &Arc<Shared>,
     head: &Parts,
     body: &Bytes,
-    source: &PromptSource,
+    Asked { source, tenant, terms, salt, home }: Asked,
     Listed { card, lacking }: &Listed,
-    home: Option<ReplicaId>,
+    meter: &mut Option<Meter>,
 ) -> Result<Response, Refusal> {
     let fleet = &shared.fleet;
-    let tokenized = shared.tokenization.tokenize(source).await;
+    let tokenized = shared.tokenization.tokenize(&source).await;
     let adapter = card.parent.is_some().then_some(card.id.as_str());
-    let chain = KeyChain::new(adapter, None, fleet.block_size(), tokenized.tokens);
+    let chain = KeyChain::new(adapter, salt.as_deref(), fleet.block_size(), tokenized.tokens);
     let id = fleet.mint();
     let client_id = client_request_id(&head.headers).map_or_else(|| fleet.client_id(id), str::to_owned);
     let live = Arc::new(Live::new(id, client_id, card.id.clone(), fleet.clock.now(), tokenized.count));
-    let identity = Identity::of_headers(&head.headers);
+    let mut identity = Identity::of_headers(&head.headers);
+    if let Some(terms) = &terms {
+        identity.belong_to(&tenant);
+        identity.priority = terms.priority(identity.priority);
+    }
     let mut running = Running::new(fleet.clone(), live.clone());
     let mut excluded = lacking.clone();
     if let Some(home) = home {
@@ -146,6 +169,7 @@ pub(crate) async fn pass(
             max_output: None,
             session: identity.session,
             program: identity.program,
+            share: terms.as_ref().map(|terms| terms.share()),
             priority: identity.priority,
             excluded: excluded.clone(),
         };
@@ -166,12 +190,12 @@ pub(crate) async fn pass(
             continue;
         };
         fleet.metrics.attempt(replica);
-        match send(shared, &engine, head, body).await? {
+        match send(shared, &engine, head, body, meter).await? {
             // Another kind of engine may have the path.
             Some(response) if lacks_path(response.status()) => last = Some(response),
             Some(response) => {
                 let (parts, body) = response.into_parts();
-                let learns = (head.uri.path() == RESPONSES && parts.status.is_success()).then(|| (shared.clone(), replica));
+                let learns = (head.uri.path() == RESPONSES && parts.status.is_success()).then(|| (shared.clone(), tenant.clone(), replica));
                 running.left = parts.headers.get(CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
                 return Ok(Response::from_parts(parts, running.watched(body, learns)));
             }
@@ -211,17 +235,17 @@ impl Running {
     }
 
     /// The answer, of which each piece is booked as it passes. `learns`: the engine keeps it under the id that it begins with.
-    fn watched(mut self, body: Body, learns: Option<(Arc<Shared>, ReplicaId)>) -> Body {
+    fn watched(mut self, body: Body, learns: Option<(Arc<Shared>, String, ReplicaId)>) -> Body {
         let mut learns = learns;
         let data = body.into_data_stream().map(Some).chain(stream::once(async { None }));
         Body::from_stream(data.filter_map(move |piece| {
             let passed = match piece {
                 Some(Ok(data)) => {
                     self.passes(&data);
-                    if let Some((shared, replica)) = learns.take()
+                    if let Some((shared, tenant, replica)) = learns.take()
                         && let Some(id) = response_id(&data)
                     {
-                        shared.responses.keep(id, replica);
+                        shared.responses.keep(&tenant, &id, replica);
                     }
                     Some(Ok::<_, BoxError>(data))
                 }
@@ -334,8 +358,9 @@ mod tests {
         assert_eq!(response_id(br#"{"id": "chatcmpl-1"}"#), None);
         assert_eq!([response_in("/v1/responses/resp_1/cancel"), response_in("/v1/responses")], [Some("resp_1"), None]);
         let responses = Responses::default();
-        (0..=RESPONSES_KEPT).for_each(|number| responses.keep(format!("resp_{number}"), ReplicaId(1)));
-        assert_eq!((responses.home("resp_0"), responses.home("resp_1")), (None, Some(ReplicaId(1))));
+        (0..=RESPONSES_KEPT).for_each(|number| responses.keep("a", &format!("resp_{number}"), ReplicaId(1)));
+        assert_eq!((responses.home("a", "resp_0"), responses.home("a", "resp_1")), (None, Some(ReplicaId(1))));
+        assert_eq!(responses.home("b", "resp_1"), None, "it is another tenant's");
     }
 
     #[test]

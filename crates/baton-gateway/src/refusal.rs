@@ -14,7 +14,13 @@ use baton_wire::{
     sse,
 };
 use bytes::Bytes;
-use http::{HeaderValue, StatusCode, header::RETRY_AFTER};
+use http::{
+    HeaderValue, StatusCode,
+    header::{RETRY_AFTER, WWW_AUTHENTICATE},
+};
+use serde_json::json;
+
+use crate::tenants::Limit;
 
 /// Why a client gets an error instead of an answer. The text of the body says what to do; it names no replica and no address.
 #[derive(Debug, Clone, PartialEq)]
@@ -60,6 +66,15 @@ pub(crate) enum Refusal {
     NoSuchPath,
     MethodNotAllowed,
     Unauthorized,
+    /// No tenant has the client's key, or it sent none.
+    UnknownKey {
+        given: bool,
+    },
+    /// The client's tenant has no room for it.
+    TenantLimit {
+        limit: Limit,
+        retry_after: Duration,
+    },
     NotFound(String),
     /// It cannot be done as things are.
     Conflict(String),
@@ -114,6 +129,16 @@ impl Refusal {
             Self::NoSuchPath => ErrorBody::not_found("no engine of this fleet has this path"),
             Self::MethodNotAllowed => ErrorBody::new(405, "MethodNotAllowedError", None, "this path does not take this method"),
             Self::Unauthorized => ErrorBody::new(401, "AuthenticationError", None, "send the admin key as `Authorization: Bearer KEY`"),
+            Self::UnknownKey { given } => {
+                let what = if *given { "the API key is not known here" } else { "no API key was sent" };
+                let message = format!("{what}; send one of this gateway as `Authorization: Bearer KEY`");
+                ErrorBody::new(401, "invalid_request_error", None, message)
+            }
+            Self::TenantLimit { limit, retry_after } => {
+                let kind = if *limit == Limit::Tokens { "tokens" } else { "requests" };
+                let message = format!("your limit {} is reached; retry after {} s", limit.option(), seconds(*retry_after).max(1));
+                ErrorBody::new(429, kind, None, message)
+            }
             Self::NotFound(what) => ErrorBody::not_found(what.clone()),
             Self::Conflict(why) => ErrorBody::new(409, "ConflictError", None, why.clone()),
             Self::Ended(end) => ended(*end),
@@ -123,7 +148,9 @@ impl Refusal {
 
     fn retry_after(&self) -> Option<Duration> {
         match self {
-            Self::Overloaded { retry_after } | Self::NoReplica { retry_after } => Some(*retry_after),
+            Self::Overloaded { retry_after } | Self::NoReplica { retry_after } | Self::TenantLimit { retry_after, .. } => {
+                Some(*retry_after)
+            }
             Self::Draining | Self::Ended(End::Exhausted(_) | End::Drained) => Some(NO_REPLICA_RETRY),
             Self::Body(_)
             | Self::BodyTooLarge { .. }
@@ -133,6 +160,32 @@ impl Refusal {
             | Self::TooManyChoices { .. }
             | Self::PromptTooLong { .. }
             | Self::NeverFits { .. }
+            | Self::NoSuchPath
+            | Self::MethodNotAllowed
+            | Self::Unauthorized
+            | Self::UnknownKey { .. }
+            | Self::NotFound(_)
+            | Self::Conflict(_)
+            | Self::Ended(_) => None,
+        }
+    }
+
+    /// OpenAI's name of the error where its clients look for one; elsewhere `code` is the status, as vLLM has it.
+    fn openai_code(&self) -> Option<&'static str> {
+        match self {
+            Self::UnknownKey { .. } => Some("invalid_api_key"),
+            Self::TenantLimit { .. } => Some("rate_limit_exceeded"),
+            Self::Body(_)
+            | Self::BodyTooLarge { .. }
+            | Self::BodyLate { .. }
+            | Self::NoModelNamed { .. }
+            | Self::UnknownModel { .. }
+            | Self::TooManyChoices { .. }
+            | Self::PromptTooLong { .. }
+            | Self::NeverFits { .. }
+            | Self::Overloaded { .. }
+            | Self::NoReplica { .. }
+            | Self::Draining
             | Self::NoSuchPath
             | Self::MethodNotAllowed
             | Self::Unauthorized
@@ -173,7 +226,17 @@ impl IntoResponse for Refusal {
     fn into_response(self) -> Response<Body> {
         let (status, error) = self.row();
         let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        let mut response = (status, Json(ErrorResponse { error })).into_response();
+        let mut response = match self.openai_code() {
+            None => (status, Json(ErrorResponse { error })).into_response(),
+            Some(code) => {
+                let ErrorBody { message, kind, param, .. } = error;
+                let error = json!({ "message": message, "type": kind, "param": param, "code": code });
+                (status, Json(json!({ "error": error }))).into_response()
+            }
+        };
+        if matches!(self, Self::UnknownKey { .. }) {
+            response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
         if let Some(span) = self.retry_after() {
             response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds(span).max(1)));
         }

@@ -31,7 +31,11 @@ pub const RESERVED: &[Reserved] = &[
     reserved("stream", Rule::Override, "an answer that is not streamed may be streamed from the engine and assembled"),
     reserved("stream_options", Rule::Override, "usage is asked for always; the client sees it when it asked"),
     reserved("return_token_ids", Rule::Override, "token ids are asked for where the engine has them; the client sees them when it asked"),
-    reserved("cache_salt", Rule::Override, "replaced by a value derived from it, so that no client can name another's cache domain"),
+    reserved(
+        "cache_salt",
+        Rule::Override,
+        "replaced by a value derived from it and the client's tenant, so that no client can name another's cache domain",
+    ),
     reserved("priority", Rule::Clamp, "kept within ±1000, lower is more important; sent to engines that order by it"),
     reserved("chat_template", Rule::Strip, "a program that runs on the engine; `client_chat_template = true` lets it pass"),
     reserved("request_id", Rule::Strip, "engines abort and account by it; the gateway mints one per attempt"),

@@ -19,15 +19,17 @@ use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper_util::{
     client::legacy::{Client, connect::HttpConnector},
-    rt::{TokioExecutor, TokioTimer},
+    rt::{TokioExecutor, TokioIo, TokioTimer},
 };
 use tokio::time::timeout;
+use tokio_rustls::rustls::ClientConfig;
 use tower_service::Service as _;
 
 use crate::{
     config::FrontConfig,
     engine::Engine,
     line::{Address, Busy, Head, Line},
+    tls::{self, Transport},
 };
 
 /// Largest answer that is taken in one piece: an answer with logprobs for 100k tokens has some 30 MiB.
@@ -44,9 +46,52 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// Ways to the engines.
 #[derive(Debug, Clone)]
 pub(crate) struct Upstream {
-    /// For what is rare: probes, admin calls, paths that are passed through.
-    client: Client<HttpConnector, Full<Bytes>>,
-    connector: HttpConnector,
+    connector: Connector,
+    idle_connections: usize,
+}
+
+/// An engine's client for what is rare: probes, admin calls, paths that are passed through.
+pub(crate) type PlainClient = Client<EngineConnector, Full<Bytes>>;
+
+/// Opens connections.
+#[derive(Debug, Clone)]
+struct Connector {
+    tcp: HttpConnector,
+    /// For the TLS handshake, as for the TCP one before it.
+    timeout: Duration,
+}
+
+/// Opens connections to one engine.
+#[derive(Debug, Clone)]
+pub(crate) struct EngineConnector {
+    connector: Connector,
+    tls: Option<Arc<ClientConfig>>,
+}
+
+impl Connector {
+    async fn open(mut self, uri: Uri, tls: Option<Arc<ClientConfig>>) -> io::Result<Transport> {
+        let name = tls.as_ref().and_then(|_| tls::server_name(uri.host().unwrap_or_default()));
+        let stream = self.tcp.call(uri).await.map_err(io::Error::other)?.into_inner();
+        let Some(tls) = tls else { return Ok(stream.into()) };
+        let name = name.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "no certificate can have the host's name"))?;
+        let shaken = timeout(self.timeout, Transport::tls(stream, name, tls));
+        shaken.await.unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "the TLS handshake took too long")))
+    }
+}
+
+impl tower_service::Service<Uri> for EngineConnector {
+    type Response = TokioIo<Transport>;
+    type Error = io::Error;
+    type Future = Pin<Box<dyn Future<Output = io::Result<TokioIo<Transport>>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.connector.tcp.poll_ready(context).map_err(io::Error::other)
+    }
+
+    fn call(&mut self, uri: Uri) -> Self::Future {
+        let Self { connector, tls } = self.clone();
+        Box::pin(async move { connector.open(uri, tls).await.map(TokioIo::new) })
+    }
 }
 
 /// Why a small exchange (a probe, an admin call) gave nothing.
@@ -72,16 +117,23 @@ impl FetchError {
 
 impl Upstream {
     pub(crate) fn new(front: &FrontConfig) -> Self {
-        let mut connector = HttpConnector::new();
-        connector.set_nodelay(true);
-        connector.set_connect_timeout(Some(front.connect_timeout));
-        connector.set_keepalive(Some(Duration::from_secs(30)));
-        let client = Client::builder(TokioExecutor::new())
-            .pool_timer(TokioTimer::new())
-            .pool_idle_timeout(IDLE_TIMEOUT)
-            .pool_max_idle_per_host(front.idle_connections)
-            .build(connector.clone());
-        Self { client, connector }
+        let mut tcp = HttpConnector::new();
+        tcp.set_nodelay(true);
+        tcp.set_connect_timeout(Some(front.connect_timeout));
+        tcp.set_keepalive(Some(Duration::from_secs(30)));
+        // What is spoken over TLS comes through here as well.
+        tcp.enforce_http(false);
+        Self { connector: Connector { tcp, timeout: front.connect_timeout }, idle_connections: front.idle_connections }
+    }
+
+    fn client<'e>(&self, engine: &'e Engine) -> &'e PlainClient {
+        engine.client.get_or_init(|| {
+            Client::builder(TokioExecutor::new())
+                .pool_timer(TokioTimer::new())
+                .pool_idle_timeout(IDLE_TIMEOUT)
+                .pool_max_idle_per_host(self.idle_connections)
+                .build(EngineConnector { connector: self.connector.clone(), tls: engine.tls.clone() })
+        })
     }
 
     /// Sends a request, head and pieces of its body, whose answer comes as `expect` says.
@@ -90,20 +142,20 @@ impl Upstream {
     }
 
     /// The whole answer to a small request without a body.
-    pub(crate) async fn fetch(&self, method: Method, uri: Uri, key: Option<&str>, timeout: Duration) -> Result<Bytes, FetchError> {
-        self.exchange(request(method, uri, key).body(Full::default()), timeout).await
+    pub(crate) async fn fetch(&self, engine: &Engine, method: Method, path: &str, timeout: Duration) -> Result<Bytes, FetchError> {
+        self.exchange(engine, request(engine, method, path).body(Full::default()), timeout).await
     }
 
     /// The whole answer to a small request with a body of JSON, under an id that says whose it is.
-    pub(crate) async fn post(&self, uri: Uri, key: Option<&str>, body: Bytes, timeout: Duration) -> Result<Bytes, FetchError> {
-        let request = request(Method::POST, uri, key).header(header::CONTENT_TYPE, "application/json").header("x-request-id", PROBE_ID);
-        self.exchange(request.body(Full::new(body)), timeout).await
+    pub(crate) async fn post(&self, engine: &Engine, path: &str, body: Bytes, timeout: Duration) -> Result<Bytes, FetchError> {
+        let request = request(engine, Method::POST, path).header(header::CONTENT_TYPE, "application/json").header("x-request-id", PROBE_ID);
+        self.exchange(engine, request.body(Full::new(body)), timeout).await
     }
 
-    async fn exchange(&self, request: http::Result<Request<Full<Bytes>>>, timeout: Duration) -> Result<Bytes, FetchError> {
+    async fn exchange(&self, engine: &Engine, request: http::Result<Request<Full<Bytes>>>, timeout: Duration) -> Result<Bytes, FetchError> {
         let request = request.map_err(|error| FetchError::Unreadable(error.to_string()))?;
         let exchange = async {
-            let response = self.client.request(request).await.map_err(|error| FetchError::of(&error))?;
+            let response = self.client(engine).request(request).await.map_err(|error| FetchError::of(&error))?;
             let status = response.status();
             let body = http_body_util::Limited::new(response.into_body(), FETCH_BYTES_MAX).collect().await;
             let body = body.map_err(|error| FetchError::Unreadable(error.to_string()))?.to_bytes();
@@ -113,15 +165,15 @@ impl Upstream {
     }
 
     /// Passes a request on and gives back the answer with its body unread.
-    pub(crate) async fn forward(&self, request: Request<Full<Bytes>>) -> Result<http::Response<Incoming>, FetchError> {
-        self.client.request(request).await.map_err(|error| FetchError::of(&error))
+    pub(crate) async fn forward(&self, engine: &Engine, request: Request<Full<Bytes>>) -> Result<http::Response<Incoming>, FetchError> {
+        self.client(engine).request(request).await.map_err(|error| FetchError::of(&error))
     }
 }
 
 /// A request to an engine with the engine's own key.
-pub(crate) fn request(method: Method, uri: Uri, key: Option<&str>) -> http::request::Builder {
-    let builder = Request::builder().method(method).uri(uri);
-    match key {
+pub(crate) fn request(engine: &Engine, method: Method, path: &str) -> http::request::Builder {
+    let builder = Request::builder().method(method).uri(engine.url().join(path));
+    match engine.config.key() {
         Some(key) => builder.header(header::AUTHORIZATION, format!("Bearer {key}")),
         None => builder,
     }
@@ -165,7 +217,7 @@ pub(crate) enum Arrived {
 }
 
 impl Attempt {
-    fn new(request: VecDeque<Bytes>, expect: Expect, lines: Busy, connector: HttpConnector) -> Self {
+    fn new(request: VecDeque<Bytes>, expect: Expect, lines: Busy, connector: Connector) -> Self {
         let state = match lines.take() {
             Some(mut line) => {
                 line.send(request);
@@ -275,9 +327,9 @@ fn drain(line: &mut Line, context: &mut Context<'_>) -> Poll<()> {
     Poll::Ready(())
 }
 
-async fn connect(mut connector: HttpConnector, address: Arc<Address>) -> io::Result<Line> {
-    let stream = connector.call(address.uri.clone()).await.map_err(io::Error::other)?;
-    Ok(Line::new(stream.into_inner(), address))
+async fn connect(connector: Connector, address: Arc<Address>) -> io::Result<Line> {
+    let stream = connector.open(address.uri.clone(), address.tls.clone()).await?;
+    Ok(Line::new(stream, address))
 }
 
 impl fmt::Debug for State {

@@ -34,6 +34,7 @@ impl Subject for Router {
             max_output: None,
             session: None,
             program: None,
+            share: None,
             priority: Priority(0),
             excluded: (0..REPLICAS).map(ReplicaId).filter(|id| *id != home).collect(),
         };

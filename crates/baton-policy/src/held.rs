@@ -6,7 +6,10 @@ use std::{
 
 use baton_units::{DurationMs, Priority, RequestId, Time};
 
-use crate::Arrival;
+use crate::{
+    Arrival, Share,
+    turns::{Turn, Turns},
+};
 
 /// Of the queue's rates. Longer than a long prompt, shorter than a change of the load.
 const RATE_TAU_MS: f64 = 10_000.0;
@@ -25,7 +28,7 @@ const STRETCH_STEP: f64 = 0.05;
 const STRETCH_TAU_MS: f64 = 60_000.0;
 const STRETCH_MAX: f64 = 7.0;
 
-/// Requests that stay in the router, by importance and then by arrival. Bounded by the router's `held_max`.
+/// Requests that stay in the router, by importance, then by their tenants' turns, then by arrival. Bounded by the router's `held_max`.
 ///
 /// It knows how fast it empties, in ms of prefill per ms, measured while somebody waits: so whatever bounds the fleet (prefill, memory,
 /// slots) is in the figure, and the wait of one more request is the work before it over that rate.
@@ -37,6 +40,7 @@ pub(crate) struct Held {
     /// Work that waits, in ms, by importance.
     work: BTreeMap<Priority, f64>,
     next: u64,
+    turns: Turns,
     /// Where the last look at those beyond the head ended.
     cursor: Option<Place>,
     at: Time,
@@ -59,7 +63,7 @@ pub(crate) struct Held {
     pub(crate) stale: bool,
 }
 
-pub(crate) type Place = (Priority, u64);
+pub(crate) type Place = (Priority, Turn, u64);
 
 #[derive(Debug, Clone)]
 pub(crate) struct Waiting {
@@ -68,6 +72,8 @@ pub(crate) struct Waiting {
     pub(crate) deadline: Time,
     /// Its prefill, as quoted when it came.
     pub(crate) work_ms: f64,
+    /// What its tenant was charged.
+    service: f64,
 }
 
 impl Held {
@@ -79,9 +85,14 @@ impl Held {
         self.waiting.is_empty()
     }
 
-    /// Whether somebody waits whose turn is before that of a new request of this importance.
-    pub(crate) fn someone_before(&self, priority: Priority) -> bool {
-        self.waiting.first_key_value().is_some_and(|((first, _), _)| *first <= priority)
+    /// Whether somebody waits whose turn is before that of this new request.
+    pub(crate) fn someone_before(&self, arrival: &Arrival) -> bool {
+        self.waiting.first_key_value().is_some_and(|(first, _)| *first < self.place_of(arrival))
+    }
+
+    /// Where a request that comes now would wait.
+    fn place_of(&self, arrival: &Arrival) -> Place {
+        (arrival.priority, self.turns.of(arrival.share), self.next)
     }
 
     /// The classes are others from here on: what was learnt of each is forgotten, and those who were told to come back are no longer expected.
@@ -117,10 +128,14 @@ impl Held {
         }
     }
 
-    /// Until those who go before a new request of this importance have left, in ms, for nearly all. Of classes that matter more, those
+    /// Until those who go before this new request have left, in ms, for nearly all. Of classes that matter more, those
     /// who will come meanwhile count as well. `fleet` replicas work, each at one ms a ms: the guess before anything was seen.
-    pub(crate) fn wait_ms(&self, priority: Priority, class: usize, fleet: usize) -> f64 {
-        let ahead: f64 = self.work.range(..=priority).map(|(_, work)| work).sum();
+    pub(crate) fn wait_ms(&self, arrival: &Arrival, class: usize, fleet: usize) -> f64 {
+        let ahead: f64 = if self.turns.is_plain() {
+            self.work.range(..=arrival.priority).map(|(_, work)| work).sum()
+        } else {
+            self.waiting.range(..self.place_of(arrival)).map(|(_, waiting)| waiting.work_ms).sum()
+        };
         if ahead <= 0.0 {
             return 0.0;
         }
@@ -155,20 +170,40 @@ impl Held {
         *at_class(&mut self.entering, class) += work_ms / RATE_TAU_MS;
     }
 
-    /// A request went to a replica without waiting.
-    pub(crate) fn pass(&mut self, work_ms: f64) {
+    /// A request of so much service went to a replica without waiting.
+    pub(crate) fn pass(&mut self, arrival: &Arrival, service: f64, work_ms: f64) {
+        let turn = self.turns.take(arrival.share, service);
+        self.turns.came(turn);
         if !self.is_empty() {
             self.released_ms += work_ms;
         }
     }
 
-    pub(crate) fn push(&mut self, arrival: Arrival, deadline: Time, work_ms: f64, now: Time) {
-        let place = (arrival.priority, self.next);
+    /// Where all places are taken: ends the time of the one whose turn is last, for a request whose tenant's turn is before it. False where
+    /// there is none such, or where the last one who had to go is still here.
+    pub(crate) fn displace_last(&mut self, arrival: &Arrival, now: Time) -> bool {
+        let place = self.place_of(arrival);
+        let last = self.waiting.last_entry().filter(|last| arrival.share.is_some() && *last.key() > place && last.get().deadline > now);
+        let Some(mut last) = last else { return false };
+        let place = *last.key();
+        self.deadlines.remove(&(last.get().deadline, place));
+        last.get_mut().deadline = now;
+        self.deadlines.insert((now, place));
+        true
+    }
+
+    /// The tenant of a running request got output.
+    pub(crate) fn serve(&mut self, share: Option<Share>, service: f64) {
+        self.turns.serve(share, service);
+    }
+
+    pub(crate) fn push(&mut self, arrival: Arrival, deadline: Time, service: f64, work_ms: f64, now: Time) {
+        let place = (arrival.priority, self.turns.take(arrival.share, service), self.next);
         self.next += 1;
         self.places.insert(arrival.request, place);
         self.deadlines.insert((deadline, place));
         *self.work.entry(arrival.priority).or_default() += work_ms;
-        self.waiting.insert(place, Waiting { arrival, since: now, deadline, work_ms });
+        self.waiting.insert(place, Waiting { arrival, since: now, deadline, work_ms, service });
         self.stale = true;
     }
 
@@ -194,8 +229,9 @@ impl Held {
 
     /// It goes to a replica.
     pub(crate) fn release(&mut self, place: Place) {
-        if let Some(waiting) = self.remove(place) {
+        if let Some(waiting) = self.take(place) {
             self.released_ms += waiting.work_ms;
+            self.turns.came(place.1);
         }
     }
 
@@ -221,7 +257,14 @@ impl Held {
         self.deadlines.first().map(|(deadline, _)| *deadline)
     }
 
+    /// It leaves without having been served.
     pub(crate) fn remove(&mut self, place: Place) -> Option<Waiting> {
+        let waiting = self.take(place)?;
+        self.turns.serve(waiting.arrival.share, -waiting.service);
+        Some(waiting)
+    }
+
+    fn take(&mut self, place: Place) -> Option<Waiting> {
         let waiting = self.waiting.remove(&place)?;
         self.places.remove(&waiting.arrival.request);
         self.deadlines.remove(&(waiting.deadline, place));
@@ -253,6 +296,8 @@ fn second(at: Time) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     /// Ten minutes of one request of 100 ms every so often, on one replica.
@@ -298,21 +343,25 @@ mod tests {
         assert!(held.promise(1, 100.0, 0.0, 1) >= *lesser.last().unwrap());
     }
 
-    #[test]
-    fn misses_lengthen_the_expected_wait_of_their_class_and_are_forgotten() {
-        let mut held = Held::default();
-        let arrival = Arrival {
-            request: RequestId(1),
+    fn arrival(request: u64, share: Option<Share>) -> Arrival {
+        Arrival {
+            request: RequestId(request),
             keys: [].into(),
             prompt: baton_units::Tokens(10),
             max_output: None,
             session: None,
             program: None,
+            share,
             priority: Priority(0),
             excluded: Vec::new(),
-        };
-        held.push(arrival, Time::from_ms(1e9), 1000.0, Time::ZERO);
-        let wait = |held: &Held, class| held.wait_ms(Priority(0), class, 1);
+        }
+    }
+
+    #[test]
+    fn misses_lengthen_the_expected_wait_of_their_class_and_are_forgotten() {
+        let mut held = Held::default();
+        held.push(arrival(1, None), Time::from_ms(1e9), 10.0, 1000.0, Time::ZERO);
+        let wait = |held: &Held, class| held.wait_ms(&arrival(2, None), class, 1);
         let usual = wait(&held, 1);
         (0..20).for_each(|_| held.missed(1));
         assert!((wait(&held, 1) / usual - 2.0).abs() < 1e-9 && (wait(&held, 0) - usual).abs() < 1e-9);
@@ -320,5 +369,78 @@ mod tests {
         assert!((wait(&held, 1) / usual - 1.0 - STRETCH_MAX).abs() < 1e-9, "no wait is taken for more than that many times as long");
         held.advance(Time::from_ms(600_000.0));
         assert!(wait(&held, 1) < 2.0 * wait(&held, 0));
+    }
+
+    /// The next one goes to a replica: its tenant and its service.
+    fn serve_next(held: &mut Held) -> Option<(u64, f64)> {
+        let place = *held.waiting.keys().next()?;
+        let waiting = &held.waiting[&place];
+        let served = (waiting.arrival.share.map_or(0, |share| share.tenant), waiting.service);
+        held.release(place);
+        Some(served)
+    }
+
+    proptest! {
+        /// Goyal's bound: while two tenants have requests waiting all along, what they got by their weights differs by no more than a
+        /// request of each.
+        #[test]
+        fn tenants_who_wait_all_along_are_served_by_their_weights(
+            weights in (1u32..10, 1u32..10),
+            sizes in prop::collection::vec((1u32..1000, 1u32..1000), 40..80),
+            begun in 0u32..5000,
+        ) {
+            let weights = [f64::from(weights.0), f64::from(weights.1)];
+            let share = |tenant: usize| Some(Share { tenant: tenant as u64, weight: weights[tenant] });
+            let mut held = Held::default();
+            // One of them had the fleet to itself for a while, which the other cannot claim back.
+            held.pass(&arrival(0, share(0)), f64::from(begun), 1.0);
+            held.pass(&arrival(0, share(0)), 1.0, 1.0);
+            let mut requests = 1;
+            for (first, second) in &sizes {
+                for (tenant, service) in [(0, first), (1, second)] {
+                    held.push(arrival(requests, share(tenant)), Time::from_ms(1e9), f64::from(*service), 1.0, Time::ZERO);
+                    requests += 1;
+                }
+            }
+            let (mut got, mut left) = ([0.0; 2], [sizes.len(); 2]);
+            let largest = |pick: fn(&(u32, u32)) -> u32| f64::from(sizes.iter().map(pick).max().unwrap());
+            let bound = largest(|sizes| sizes.0) / weights[0] + largest(|sizes| sizes.1) / weights[1];
+            while let Some((tenant, service)) = serve_next(&mut held) {
+                got[tenant as usize] += service / weights[tenant as usize];
+                left[tenant as usize] -= 1;
+                if left.contains(&0) {
+                    break;
+                }
+                prop_assert!((got[0] - got[1]).abs() <= bound + 1.0, "{:?} of {:?} with {}", got, weights, bound);
+            }
+        }
+
+        /// Without tenants, and among one tenant's requests, it is the order of arrival.
+        #[test]
+        fn requests_of_one_tenant_leave_as_they_came(services in prop::collection::vec(1u32..1000, 1..50), alone in any::<bool>()) {
+            let mut held = Held::default();
+            let share = alone.then_some(Share { tenant: 3, weight: 2.0 });
+            for (request, service) in services.iter().enumerate() {
+                held.push(arrival(request as u64, share), Time::from_ms(1e9), f64::from(*service), 1.0, Time::ZERO);
+            }
+            let order: Vec<u64> = held.waiting.values().map(|waiting| waiting.arrival.request.0).collect();
+            prop_assert!(order.is_sorted());
+        }
+    }
+
+    #[test]
+    fn output_counts_and_what_was_never_served_does_not() {
+        let share = |tenant| Some(Share { tenant, weight: 1.0 });
+        let mut held = Held::default();
+        let forever = Time::from_ms(1e9);
+        held.push(arrival(1, share(1)), forever, 100.0, 1.0, Time::ZERO);
+        held.push(arrival(2, share(2)), forever, 100.0, 1.0, Time::ZERO);
+        held.serve(share(1), 50.0);
+        held.cancel(RequestId(2));
+        held.push(arrival(3, share(1)), forever, 100.0, 1.0, Time::ZERO);
+        held.push(arrival(4, share(2)), forever, 100.0, 1.0, Time::ZERO);
+        held.push(arrival(5, share(2)), forever, 100.0, 1.0, Time::ZERO);
+        let order: Vec<u64> = held.waiting.values().map(|waiting| waiting.arrival.request.0).collect();
+        assert_eq!(order, [1, 4, 5, 3]);
     }
 }

@@ -23,6 +23,7 @@ mod request;
 mod reuse;
 mod router;
 mod truth;
+mod turns;
 
 pub use config::{PriceWeights, PriorityClass, RouterConfig};
 pub use decision::{DecisionRecord, FetchQuote, Quote, Realised, Reason, Terms};
@@ -32,3 +33,4 @@ pub use replica::{Discipline, LoadReport, ReplicaSpec, ReplicaState, ReplicaStat
 pub use request::{Arrival, Outcome, Placed, PrefixCopy, PrefixFetch, Refusal, Verdict};
 pub use router::{MoveTerms, Router};
 pub use truth::Trust;
+pub use turns::Share;

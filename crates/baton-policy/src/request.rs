@@ -3,6 +3,8 @@ use std::{sync::Arc, time::Duration};
 use baton_kv::BlockKey;
 use baton_units::{Blocks, Priority, ReplicaId, RequestId, Tokens};
 
+use crate::Share;
+
 /// A request that wants a replica.
 #[derive(Debug, Clone)]
 pub struct Arrival {
@@ -16,6 +18,9 @@ pub struct Arrival {
     pub session: Option<u64>,
     /// Hash of the program's id, kept on the decision's record.
     pub program: Option<u64>,
+    /// Of the tenant whose request it is, where there are tenants: among requests of equal importance that wait, those go first whose tenant
+    /// had less of what is its part.
+    pub share: Option<Share>,
     pub priority: Priority,
     /// Replicas that must not be chosen, as after a failed try there.
     pub excluded: Vec<ReplicaId>,

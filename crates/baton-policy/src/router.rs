@@ -21,7 +21,7 @@ use crate::{
     reuse::Reuse,
 };
 pub use moving::MoveTerms;
-use moving::{Attributes, Programs};
+use moving::{Attributes, OUTPUT_SERVICE, Programs};
 
 /// Quotes on a decision's record: the chosen one and the best others.
 const QUOTES_KEPT: usize = 16;
@@ -98,6 +98,11 @@ impl Choice {
 
     fn prefill_ms(&self) -> f64 {
         self.quoted.candidates[self.chosen].terms.prefill
+    }
+
+    /// Tokens of the prompt that are to be computed: what is cached costs its tenant nothing.
+    fn uncached(&self, arrival: &Arrival) -> f64 {
+        arrival.prompt.saturating_sub(self.quoted.candidates[self.chosen].hit).as_f64()
     }
 }
 
@@ -329,7 +334,7 @@ impl Router {
         self.scratch.depths.clear();
         let class = self.config.class_of(arrival.priority);
         // A retry had its turn before.
-        let in_turn = !arrival.excluded.is_empty() || !self.held.someone_before(arrival.priority);
+        let in_turn = !arrival.excluded.is_empty() || !self.held.someone_before(&arrival);
         let choice = self.choose(&arrival, matched, now);
         if arrival.excluded.is_empty() {
             self.held.offer(class, choice.as_ref().map_or_else(|| self.cold_ms(&arrival), Choice::prefill_ms));
@@ -337,16 +342,16 @@ impl Router {
         let verdict = match choice {
             Some(choice) if in_turn && choice.wait_ms() <= self.bind_limit_ms(self.config.classes[class].start_within) => {
                 self.held.enter(class, choice.prefill_ms());
-                self.held.pass(choice.prefill_ms());
+                self.held.pass(&arrival, choice.uncached(&arrival), choice.prefill_ms());
                 Verdict::Run(self.bind(&arrival, choice, Duration::ZERO, now))
             }
             Some(choice) => {
-                let (wait_ms, prefill_ms) = (choice.wait_ms(), choice.prefill_ms());
+                let (wait_ms, prefill_ms, service) = (choice.wait_ms(), choice.prefill_ms(), choice.uncached(&arrival));
                 self.scratch.take_back(choice.quoted);
-                self.hold_or_shed(&arrival, class, wait_ms, prefill_ms, now)
+                self.hold_or_shed(&arrival, class, wait_ms, service, prefill_ms, now)
             }
             None if !self.may_serve_later(&arrival) => Verdict::Refuse(Refusal::NoReplica),
-            None => self.hold_or_shed(&arrival, class, 0.0, self.cold_ms(&arrival), now),
+            None => self.hold_or_shed(&arrival, class, 0.0, arrival.prompt.as_f64(), self.cold_ms(&arrival), now),
         };
         let known = self.scratch.depths.iter().copied().max().unwrap_or(0);
         let slo_ttft_ms = self.config.slo_ttft_ms(arrival.priority);
@@ -451,6 +456,7 @@ impl Router {
         let Some(flight) = self.flights.get_mut(&request) else { return };
         flight.output += count;
         self.programs.output(flight.attributes.program, count, now);
+        self.held.serve(flight.attributes.share, OUTPUT_SERVICE * f64::from(count));
         let before = flight.private_blocks;
         let resumed = count > 0 && flight.progress == Progress::Resumes;
         if resumed {
@@ -655,17 +661,18 @@ impl Router {
     }
 
     /// Lets a request wait if it will start in time, by all that is known of the queue; turns it away if not.
-    fn hold_or_shed(&mut self, arrival: &Arrival, class: usize, wait_ms: f64, work_ms: f64, now: Time) -> Verdict {
+    fn hold_or_shed(&mut self, arrival: &Arrival, class: usize, wait_ms: f64, service: f64, work_ms: f64, now: Time) -> Verdict {
         let within = self.config.classes[class].start_within;
         // It is bound to a replica that has as much work as late binding lets it have, if it ever waits here.
         let bound_to = if self.policy.prices_others() { self.config.bind_within.map_or(0.0, |within| within.as_ms()) } else { 0.0 };
-        let start_ms = wait_ms.max(bound_to.min(within.as_ms())) + self.held.wait_ms(arrival.priority, class, self.ready());
+        let start_ms = wait_ms.max(bound_to.min(within.as_ms())) + self.held.wait_ms(arrival, class, self.ready());
         let excess_ms = start_ms - within.as_ms();
-        if excess_ms > 0.0 || self.held.len() >= self.config.held_max {
+        let is_full = self.held.len() >= self.config.held_max;
+        if excess_ms > 0.0 || is_full && !self.held.displace_last(arrival, now) {
             return Verdict::Refuse(self.shed(arrival, work_ms, excess_ms.max(0.0)));
         }
         self.held.enter(class, work_ms);
-        self.held.push(arrival.clone(), now + within, work_ms, now);
+        self.held.push(arrival.clone(), now + within, service, work_ms, now);
         Verdict::Hold
     }
 
@@ -908,6 +915,7 @@ impl Router {
             attributes: Attributes {
                 priority: arrival.priority,
                 program: arrival.program,
+                share: arrival.share,
                 max_output: arrival.max_output,
                 quiet: self.config.wants_quiet(arrival.priority),
             },

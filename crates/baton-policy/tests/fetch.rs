@@ -42,6 +42,7 @@ fn arrival(request: u64, prefix: u32, tokens: u32) -> Arrival {
         max_output: None,
         session: None,
         program: None,
+        share: None,
         priority: Priority(0),
         excluded: Vec::new(),
     }

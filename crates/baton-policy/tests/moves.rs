@@ -49,6 +49,7 @@ fn send(router: &mut Router, request: u64, text: u32, tokens: u32, to: u32, repl
         max_output: None,
         session: None,
         program: Some(u64::from(text)),
+        share: None,
         priority: Priority(0),
         excluded: (0..replicas).filter(|id| *id != to).map(ReplicaId).collect(),
     };
@@ -255,6 +256,7 @@ proptest! {
                         max_output: None,
                         session: (text == 2).then_some(5),
                         program: Some(1),
+                        share: None,
                         priority: Priority(0),
                         excluded: vec![ReplicaId(to)],
                     };

@@ -8,7 +8,7 @@ use baton_cost::{StepCoefficients, StepLoad};
 use baton_kv::{BlockKey, EngineHash, KeyDomain, KvEvent, KvEventBatch, Matched, Snapshot, SnapshotError, chain_keys};
 use baton_policy::{
     Arrival, Discipline, LoadReport, Outcome, PolicyName, PrefixCopy, PriceWeights, PriorityClass, Refusal, ReplicaSpec, ReplicaState,
-    Router, RouterConfig, Trust, Verdict,
+    Router, RouterConfig, Share, Trust, Verdict,
 };
 use baton_units::{BlockSize, Blocks, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
 use proptest::prelude::*;
@@ -71,6 +71,7 @@ fn arrival(request: u64, text: u32, tokens: u32) -> Arrival {
         max_output: None,
         session: None,
         program: None,
+        share: None,
         priority: Priority(0),
         excluded: Vec::new(),
     }
@@ -247,6 +248,57 @@ fn an_overload_turns_away_the_less_important_first_and_says_when_to_come_back() 
     assert_eq!(sheds, [0, told.len() as u64]);
     end(&mut router, 0, ms(400.0));
     assert!(matches!(router.released(ms(400.0))[..], [(RequestId(100), Verdict::Run(_)), ..]));
+}
+
+/// A tenant that floods the fleet delays its own requests, not those of another.
+#[test]
+fn a_flood_of_one_tenant_does_not_delay_another() {
+    let classes = vec![class(i32::MIN, 4.0)];
+    let mut router = Router::new(RouterConfig { bind_within: Some(Duration::from_millis(50)), classes, ..RouterConfig::default() }, 1);
+    router.upsert_replica(spec(0), Time::ZERO);
+    let mut now_ms = 0.0;
+    let mut offer = |router: &mut Router, request: u64, tenant: u64, tokens: u32| {
+        now_ms += 1.0;
+        let share = Some(Share { tenant, weight: 1.0 });
+        router.place(Arrival { share, ..arrival(request, request as u32, tokens) }, ms(now_ms))
+    };
+    let flood: Vec<Verdict> = (0..60).map(|request| offer(&mut router, request, 1, 4600)).collect();
+    assert!(flood.iter().any(|verdict| matches!(verdict, Verdict::Refuse(_))), "more than can start in time");
+    // The other's first requests find no more before them than one that runs.
+    for request in 1000..1003 {
+        assert_eq!(offer(&mut router, request, 2, 4600), Verdict::Hold);
+    }
+    let mut left = Vec::new();
+    for (ended, at_ms) in [(0, 400.0), (1000, 800.0), (1, 1200.0)] {
+        end(&mut router, left.last().copied().unwrap_or(ended), ms(at_ms));
+        left.extend(router.released(ms(at_ms)).iter().map(|(request, _)| request.0));
+    }
+    let others = left.iter().filter(|request| **request >= 1000).count();
+    assert!(left[0] >= 1000 && others * 2 >= left.len(), "{left:?}");
+    // With as much as it had itself, the flood takes turns with it.
+    assert!(left.iter().any(|request| *request < 1000), "{left:?}");
+}
+
+#[test]
+fn a_full_queue_makes_room_for_a_tenant_whose_turn_is_before_the_last() {
+    let mut router = Router::new(RouterConfig { held_max: 2, ..RouterConfig::default() }, 1);
+    router.upsert_replica(spec(0), Time::ZERO);
+    router.set_state(ReplicaId(0), ReplicaState::Suspect, Time::ZERO);
+    let offer = |router: &mut Router, request: u64, tenant: u64| {
+        let share = Some(Share { tenant, weight: 1.0 });
+        router.place(Arrival { share, ..arrival(request, request as u32, 100) }, ms(request as f64))
+    };
+    let is_full = |verdict: &Verdict| matches!(verdict, Verdict::Refuse(Refusal::Overloaded { .. }));
+    assert_eq!([offer(&mut router, 1, 1), offer(&mut router, 2, 1)], [Verdict::Hold, Verdict::Hold]);
+    assert!(is_full(&offer(&mut router, 3, 1)), "its own turn is last");
+    assert_eq!(offer(&mut router, 4, 2), Verdict::Hold);
+    assert!(is_full(&offer(&mut router, 5, 3)), "no more than one has to go before it has gone");
+    let gone = router.released(ms(6.0));
+    assert!(matches!(gone[..], [(RequestId(2), Verdict::Refuse(Refusal::Overloaded { .. }))]), "{gone:?}");
+    assert_eq!(router.held(), 2);
+    router.set_state(ReplicaId(0), ReplicaState::Ready, ms(10.0));
+    let order: Vec<u64> = router.released(ms(10.0)).iter().map(|(request, _)| request.0).collect();
+    assert_eq!(order, [1, 4]);
 }
 
 #[test]

@@ -126,6 +126,7 @@ fn measure(replicas: u32, tokens: u32, config: RouterConfig) -> Cost {
             max_output: None,
             session: Some(session),
             program: None,
+            share: None,
             priority: Priority(0),
             excluded: Vec::new(),
         };

@@ -310,6 +310,7 @@ impl<'a> Simulation<'a> {
             max_output: None,
             session: live.client.as_ref().and_then(|coming| coming.client.session),
             program: None,
+            share: None,
             priority: self.outcomes[live.place].priority,
             excluded,
         };

@@ -22,6 +22,8 @@ pub(crate) enum Command {
     Serve(crate::serve::ServeArgs),
     /// Check a gateway's configuration file, and name the line of each mistake
     CheckConfig(crate::serve::CheckArgs),
+    /// Read a client's key from stdin and print its hash, as `[[tenants]]` take it
+    HashKey,
     /// Run one replica
     Replica(crate::replica::ReplicaArgs),
     /// Print what prefill, decode, KV and migration cost

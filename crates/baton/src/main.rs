@@ -5,6 +5,7 @@
 
 mod bench;
 mod cli;
+mod hash_key;
 mod host;
 mod model_pull;
 mod operate;
@@ -39,6 +40,7 @@ fn main() -> ExitCode {
         Command::Up(args) => up::run(&args),
         Command::Serve(args) => serve::run(&args),
         Command::CheckConfig(args) => serve::check(&args),
+        Command::HashKey => hash_key::run(&mut io::stdin().lock(), &mut io::stdout().lock()),
         Command::Replica(args) => replica::run(&args),
         Command::Price(args) => price::run(&args, &mut io::stdout().lock()),
         Command::Bench(args) => bench::run(&args),

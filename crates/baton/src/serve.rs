@@ -70,7 +70,7 @@ pub(crate) fn check(args: &CheckArgs) -> Result<()> {
             }
             return Err(BadInput(format!("{name}: mistakes to mend: {}", faults.len())).into());
         }
-        Err(error @ ConfigError::FleetKey(_)) => return Err(BadInput(format!("{name}: {error}")).into()),
+        Err(error @ (ConfigError::FleetKey(_) | ConfigError::Tls(_))) => return Err(BadInput(format!("{name}: {error}")).into()),
     }
     Ok(())
 }
@@ -91,7 +91,7 @@ async fn serve(path: &Path, config: GatewayConfig, tokenizer: Option<&str>) -> R
     let listener = TcpListener::from_std(host::listen(config.gateway.bind, "change [gateway] bind")?)?;
     let mut signals = host::StopSignals::new()?;
     let mut hang_ups = host::HangUps::new()?;
-    announce(&listener)?;
+    announce(&listener, if config.gateway.tls.is_some() { "https" } else { "http" })?;
     let gateway = Gateway::new(config, tokenizer)?;
     let served = gateway.serve(listener, async move { signals.next().await });
     let reloading = async {
@@ -120,7 +120,7 @@ fn reload(gateway: &Gateway, path: &Path) {
 }
 
 #[allow(clippy::print_stdout, reason = "who starts a gateway reads its address here")]
-fn announce(listener: &TcpListener) -> Result<()> {
-    println!("listening on http://{}", listener.local_addr()?);
+fn announce(listener: &TcpListener, scheme: &str) -> Result<()> {
+    println!("listening on {scheme}://{}", listener.local_addr()?);
     Ok(())
 }

@@ -6,7 +6,7 @@ use baton_policy::PriceWeights;
 use baton_units::ReplicaId;
 use http::HeaderValue;
 
-use super::{ConfigError, EngineConfig, Fault, FrontConfig, GatewayConfig, PolicyConfig};
+use super::{ConfigError, EngineConfig, Fault, FrontConfig, GatewayConfig, Isolation, PolicyConfig, TenantConfig};
 
 /// A third of it, in two generations, still holds a message of a few hundred words.
 const TEXT_CACHE_BYTES_MIN: usize = 64 << 10;
@@ -16,6 +16,8 @@ const REPLICAS_MAX: usize = 4096;
 
 /// Between two looks for engines.
 const LOOK_EVERY_MAX: Duration = Duration::from_hours(24);
+/// As many random characters as nobody tries out: 80 bits and more.
+const SALT_SECRET_CHARS_MIN: usize = 16;
 
 /// Faults, as they are found.
 #[derive(Default)]
@@ -29,8 +31,9 @@ impl GatewayConfig {
         let mut check = Check::default();
         check.front(&self.gateway);
         check.policy(&self.policy);
-        check.engines(&self.engines);
+        check.engines(self);
         check.discovery(self);
+        check.tenants(self);
         ConfigError::unless(check.faults)
     }
 }
@@ -75,6 +78,13 @@ impl Check {
         if front.admin_key.as_ref().is_some_and(|key| HeaderValue::from_str(key.reveal()).is_err()) {
             self.refuse("gateway.admin_key", "(not shown)", FITS_HEADER);
         }
+        if front.salt_secret.as_ref().is_some_and(|secret| secret.reveal().chars().count() < SALT_SECRET_CHARS_MIN) {
+            self.refuse(
+                "gateway.salt_secret",
+                "(not shown)",
+                "a secret that can be guessed keeps nobody apart; give at least 16 characters",
+            );
+        }
     }
 
     fn policy(&mut self, policy: &PolicyConfig) {
@@ -100,9 +110,9 @@ impl Check {
         }
     }
 
-    fn engines(&mut self, engines: &[EngineConfig]) {
+    fn engines(&mut self, config: &GatewayConfig) {
         let (mut names, mut urls) = (BTreeSet::new(), BTreeSet::new());
-        for (place, engine) in engines.iter().enumerate() {
+        for (place, engine) in config.engines.iter().enumerate() {
             let option = |name: &str| format!("engines[{place}].{name}");
             // Two engines under one name would be one in metrics, and one address twice is one engine with half of its load unseen.
             let name = engine.name.clone().unwrap_or_else(|| ReplicaId(place as u32).to_string());
@@ -113,14 +123,21 @@ impl Check {
             if !urls.insert(url.clone()) {
                 self.refuse(option("url"), url, "an engine is named twice; leave one out");
             }
-            self.engine(engine, option);
+            if engine.ca.is_some() && !engine.url.is_tls() {
+                self.refuse(option("ca"), "(set)", "an http:// engine shows no certificate; write https://, or leave this out");
+            }
+            self.engine(config, engine, option);
         }
     }
 
     /// What is to be said of one engine alone.
-    fn engine(&mut self, engine: &EngineConfig, option: impl Fn(&str) -> String) {
+    fn engine(&mut self, config: &GatewayConfig, engine: &EngineConfig, option: impl Fn(&str) -> String) {
         if engine.key.as_ref().is_some_and(|key| HeaderValue::from_str(key.reveal()).is_err()) {
             self.refuse(option("key"), "(not shown)", FITS_HEADER);
+        }
+        if !engine.kind.takes_salt() && config.tenants.iter().any(|tenant| tenant.isolation == Isolation::Salt) {
+            let want = "engines of this kind take no salt and would share prefixes among tenants; leave it out, or set isolation = \"none\" for all";
+            self.refuse(option("kind"), format!("{:?}", engine.kind.as_str()), want);
         }
         for (name, value) in [
             ("max_model_len", engine.max_model_len),
@@ -159,11 +176,53 @@ impl Check {
                 );
             }
             let nowhere = "http://engine".parse().expect("it is a URL");
-            self.engine(&source.engine.at(nowhere), |name| option(&format!("engine.{name}")));
+            self.engine(config, &source.engine.at(nowhere), |name| option(&format!("engine.{name}")));
             for (name, endpoint) in [("kv_events", &source.engine.kv_events), ("kv_replay", &source.engine.kv_replay)] {
                 if let Some(endpoint) = endpoint.as_ref().filter(|endpoint| !endpoint.starts_with("tcp://*:")) {
                     self.refuse(option(&format!("engine.{name}")), endpoint, "engines that are found have a host each; give tcp://*:PORT");
                 }
+            }
+        }
+    }
+
+    fn tenants(&mut self, config: &GatewayConfig) {
+        let (mut names, mut keys) = (BTreeSet::new(), BTreeSet::new());
+        for (place, tenant) in config.tenants.iter().enumerate() {
+            let option = |name: &str| format!("tenants[{place}].{name}");
+            let TenantConfig { name, .. } = tenant;
+            if name.is_empty() || name.chars().any(char::is_control) {
+                self.refuse(option("name"), format!("{name:?}"), "a tenant has a name without control characters");
+            }
+            if !names.insert(name) {
+                self.refuse(option("name"), name, "each tenant needs a name of its own");
+            }
+            if tenant.keys.is_empty() {
+                self.refuse(option("keys"), "[]", "nobody can be this tenant; give at least one key");
+            }
+            if tenant.keys.iter().filter(|key| !keys.insert(**key)).count() > 0 {
+                self.refuse(option("keys"), "(not shown)", "a key is given twice; it can name one tenant only");
+            }
+            let bounds = [
+                ("requests_per_minute", tenant.requests_per_minute),
+                ("tokens_per_minute", tenant.tokens_per_minute),
+                ("concurrency", tenant.concurrency.map(u64::from)),
+            ];
+            for (name, bound) in bounds {
+                self.positive(option(name), bound.unwrap_or(1));
+            }
+            if !tenant.weight.is_finite() || tenant.weight <= 0.0 {
+                self.refuse(option("weight"), tenant.weight, "a weight must be a number above 0");
+            }
+            let classes = &config.policy.classes;
+            for unknown in tenant.classes.iter().filter(|name| !classes.iter().any(|class| class.name == **name)) {
+                self.refuse(option("classes"), format!("{unknown:?}"), "no [[policy.classes]] has this name");
+            }
+            if tenant.isolation == Isolation::Salt && config.gateway.salt_secret.is_none() {
+                self.refuse(option("isolation"), "\"salt\"", "salts need a secret; set [gateway] salt_secret, or isolation = \"none\"");
+            }
+            if tenant.priorities(classes).is_empty() {
+                let want = "no priority is both in its classes and as unimportant as priority_max and -1000 to 1000 allow; widen one";
+                self.refuse(option("classes"), format!("{:?}", tenant.classes), want);
             }
         }
     }

@@ -281,6 +281,7 @@ impl EngineTemplate {
             kind: own.kind,
             name: own.name,
             key: own.key.or_else(|| self.key.clone()),
+            ca: own.ca,
             models: if own.models.is_empty() { self.models.clone() } else { own.models },
             max_model_len: own.max_model_len.or(self.max_model_len),
             block_size: own.block_size.or(self.block_size),

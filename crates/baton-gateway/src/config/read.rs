@@ -9,6 +9,7 @@ use toml::{
 };
 
 use super::{GatewayConfig, reference::Section};
+use crate::tls::TlsError;
 
 /// Names so alike are taken for a slip of the finger (Jaro-Winkler, of 1).
 const ALIKE: f64 = 0.8;
@@ -21,6 +22,8 @@ pub enum ConfigError {
     Faults(Vec<Fault>),
     #[error("gateway.fleet_key_file: {0}")]
     FleetKey(#[from] baton_link::FleetKeyError),
+    #[error("gateway.tls: {0}")]
+    Tls(#[from] TlsError),
 }
 
 /// One mistake.
@@ -114,8 +117,8 @@ impl File<'_> {
             Some(option) => {
                 let value = error.span().and_then(|span| self.text.get(span)).filter(|value| value.len() <= 60 && !value.contains('\n'));
                 let last = option.rsplit('.').next().unwrap_or_default();
-                let shown =
-                    if last.split('[').next().is_some_and(|name| name.ends_with("key")) { "(not shown)" } else { value.unwrap_or("…") };
+                let is_secret = |name: &str| ["key", "keys", "secret"].iter().any(|word| name.ends_with(word));
+                let shown = if last.split('[').next().is_some_and(is_secret) { "(not shown)" } else { value.unwrap_or("…") };
                 Fault { line: at.map(|at| self.line(at)), option, what: format!("{shown}: {what}") }
             }
             None => Fault { line: at.map(|at| self.line(at)), option: String::new(), what },

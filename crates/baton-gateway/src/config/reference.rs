@@ -5,19 +5,26 @@ use std::fmt::Write as _;
 use baton_policy::PriceWeights;
 use documented::{Documented, DocumentedFields};
 
-use super::{ClassConfig, DiscoveryConfig, EngineConfig, EngineTemplate, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig};
+use super::{
+    ClassConfig, DiscoveryConfig, EngineConfig, EngineTemplate, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig, TenantConfig,
+    TlsConfig,
+};
 
 /// Columns of a comment in the skeleton.
 const COLUMNS: usize = 110;
 
 /// Values that are no default, for options without one.
-const EXAMPLES: [(&str, &str); 47] = [
+const EXAMPLES: [(&str, &str); 60] = [
     ("gateway.admin_bind", "\"127.0.0.1:8081\""),
     ("gateway.admin_key", "{ env = \"BATON_ADMIN_KEY\" }"),
+    ("gateway.salt_secret", "{ env = \"BATON_SALT_SECRET\" }"),
     ("gateway.fleet_key_file", "\"/etc/baton/fleet.key\""),
+    ("gateway.tls.cert", "\"/etc/baton/tls.crt\""),
+    ("gateway.tls.key", "\"/etc/baton/tls.key\""),
     ("engines.url", "\"http://127.0.0.1:8101\""),
     ("engines.kind", "\"vllm\""),
     ("engines.name", "\"r0\""),
+    ("engines.ca", "\"/etc/baton/engines-ca.crt\""),
     ("engines.key", "{ env = \"VLLM_API_KEY\" }"),
     ("engines.models", "[\"my-model\"]"),
     ("engines.max_model_len", "8192"),
@@ -59,31 +66,63 @@ const EXAMPLES: [(&str, &str); 47] = [
     ("discovery.engine.priorities", "false"),
     ("discovery.engine.group", "\"rack-a-h100\""),
     ("discovery.engine.numerics", "\"llama-3-8b bf16 h100\""),
+    ("tenants.name", "\"team-a\""),
+    ("tenants.keys", "[{ env = \"TEAM_A_KEY\" }]"),
+    ("tenants.priority_max", "0"),
+    ("tenants.classes", "[\"default\"]"),
+    ("tenants.isolation", "\"salt\""),
+    ("tenants.weight", "1.0"),
+    ("tenants.requests_per_minute", "600"),
+    ("tenants.tokens_per_minute", "1000000"),
+    ("tenants.concurrency", "64"),
 ];
 
 /// A table of the file.
 pub(super) struct Section {
     path: &'static str,
-    /// It may come several times.
-    several: bool,
+    presence: Presence,
     about: &'static str,
     names: &'static [&'static str],
     docs: &'static [&'static str],
 }
 
-const fn section<T: Documented + DocumentedFields>(path: &'static str, several: bool) -> Section {
-    Section { path, several, about: T::DOCS, names: T::FIELD_NAMES, docs: T::FIELD_DOCS }
+/// How often a table comes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Presence {
+    Once,
+    /// At least once.
+    Often,
+    /// Once or never; the defaults are without it.
+    MaybeOnce,
+    /// As often as wanted, or never, as by default.
+    MaybeOften,
 }
 
-const SECTIONS: [Section; 8] = [
-    section::<FrontConfig>("gateway", false),
-    section::<EngineConfig>("engines", true),
-    section::<PolicyConfig>("policy", false),
-    section::<ClassConfig>("policy.classes", true),
-    section::<PriceWeights>("policy.weights", false),
-    section::<MovesConfig>("moves", false),
-    section::<DiscoveryConfig>("discovery", true),
-    section::<EngineTemplate>("discovery.engine", false),
+impl Presence {
+    fn is_certain(self) -> bool {
+        matches!(self, Self::Once | Self::Often)
+    }
+
+    fn is_list(self) -> bool {
+        matches!(self, Self::Often | Self::MaybeOften)
+    }
+}
+
+const fn section<T: Documented + DocumentedFields>(path: &'static str, presence: Presence) -> Section {
+    Section { path, presence, about: T::DOCS, names: T::FIELD_NAMES, docs: T::FIELD_DOCS }
+}
+
+const SECTIONS: [Section; 10] = [
+    section::<FrontConfig>("gateway", Presence::Once),
+    section::<TlsConfig>("gateway.tls", Presence::MaybeOnce),
+    section::<EngineConfig>("engines", Presence::Often),
+    section::<PolicyConfig>("policy", Presence::Once),
+    section::<ClassConfig>("policy.classes", Presence::Often),
+    section::<PriceWeights>("policy.weights", Presence::Once),
+    section::<MovesConfig>("moves", Presence::Once),
+    section::<TenantConfig>("tenants", Presence::MaybeOften),
+    section::<DiscoveryConfig>("discovery", Presence::MaybeOften),
+    section::<EngineTemplate>("discovery.engine", Presence::MaybeOnce),
 ];
 
 impl Section {
@@ -104,13 +143,8 @@ impl Section {
         SECTIONS.iter().find(|section| section.names.iter().any(|known| written(known) == name)).map(Self::header)
     }
 
-    /// The file may lack it, and then it means something else than with all its defaults.
-    fn is_optional(&self) -> bool {
-        self.path.starts_with("discovery")
-    }
-
     fn header(&self) -> String {
-        if self.several { format!("[[{}]]", self.path) } else { format!("[{}]", self.path) }
+        if self.presence.is_list() { format!("[[{}]]", self.path) } else { format!("[{}]", self.path) }
     }
 
     /// Options with their docs, without the tables inside, which are sections of their own.
@@ -152,13 +186,13 @@ pub fn skeleton() -> String {
     for section in &SECTIONS {
         text.push('\n');
         comment(&mut text, section.about);
-        let mark = if section.is_optional() { "# " } else { "" };
-        writeln!(text, "{mark}{}", section.header()).expect("a string takes it");
+        let is_there = section.presence.is_certain();
+        writeln!(text, "{}{}", if is_there { "" } else { "# " }, section.header()).expect("a string takes it");
         for (name, docs) in section.options() {
             comment(&mut text, docs);
             match section.default_of(&defaults, name) {
                 Some(default) => writeln!(text, "{name} = {default}"),
-                None if REQUIRED.contains(&(section.path, name)) => writeln!(text, "{mark}{name} = {}", example(section.path, name)),
+                None if is_there && REQUIRED.contains(&(section.path, name)) => writeln!(text, "{name} = {}", example(section.path, name)),
                 None => writeln!(text, "# {name} = {}", example(section.path, name)),
             }
             .expect("a string takes it");
@@ -167,7 +201,16 @@ pub fn skeleton() -> String {
     text
 }
 
-const REQUIRED: [(&str, &str); 4] = [("engines", "url"), ("engines", "kind"), ("discovery", "type"), ("discovery.engine", "kind")];
+const REQUIRED: [(&str, &str); 8] = [
+    ("gateway.tls", "cert"),
+    ("gateway.tls", "key"),
+    ("engines", "url"),
+    ("engines", "kind"),
+    ("tenants", "name"),
+    ("tenants", "keys"),
+    ("discovery", "type"),
+    ("discovery.engine", "kind"),
+];
 
 /// Docs as comment lines. What links mean in a page of Rust says nothing here.
 fn comment(text: &mut String, docs: &str) {

@@ -37,7 +37,8 @@ fn what_cannot_work_is_refused_with_its_name() {
     assert!(error(&format!("[policy]\nname = \"cheapest\"\n{ENGINE}")).contains("cheapest"));
     assert!(error("[gateway]\n").contains("[[engines]]"));
     assert!(error(&format!("{ENGINE}[moves]\nenable = true\n")).contains("enable"));
-    assert!(error("[[engines]]\nurl = \"https://a\"\nkind = \"vllm\"\n").contains("https"));
+    assert!(error("[[engines]]\nurl = \"ftp://a\"\nkind = \"vllm\"\n").contains("https"));
+    assert!(error(&format!("{ENGINE}ca = \"/no/such/file\"\n")).contains("/no/such/file gives no certificate"));
     assert!(error(&format!("[gateway]\nconnections = 0\n{ENGINE}")).contains("gateway.connections"));
     let too_little = error(&format!("[gateway]\ntext_cache_bytes = \"1KiB\"\n{ENGINE}"));
     assert!(too_little.contains("line 2: gateway.text_cache_bytes = 1024") && too_little.contains("64KiB"), "{too_little}");
@@ -112,6 +113,66 @@ fn keys_come_from_the_file_an_environment_or_another_file() {
 }
 
 #[test]
+fn clients_keys_are_hashes_in_the_file_and_are_never_told() {
+    let key = |value: &str| {
+        let text = format!("{ENGINE}[[tenants]]\nname = \"a\"\nkeys = [{value}]\nisolation = \"none\"\n");
+        GatewayConfig::from_toml(&text).map(|config| config.tenants[0].keys[0])
+    };
+    let hash = KeyHash::of(b"secret");
+    assert_eq!(hash.to_string(), "sha256:2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b");
+    assert_eq!(key(&format!("\"{hash}\"")).unwrap(), hash);
+    let path = std::env::temp_dir().join(format!("baton-client-key-{}", std::process::id()));
+    for held in ["secret\n".to_owned(), format!("{hash}\n")] {
+        std::fs::write(&path, held).unwrap();
+        assert_eq!(key(&format!("{{ file = {path:?} }}")).unwrap(), hash);
+    }
+    std::fs::remove_file(&path).unwrap();
+    for wrong in
+        ["\"secret\"".to_owned(), format!("\"{}\"", &hash.to_string()[..70]), "\"sha256:secret\"".to_owned(), "[\"secret\"]".to_owned()]
+    {
+        let told = key(&wrong).unwrap_err().to_string();
+        assert!(told.contains("tenants[0].keys") && !told.contains("secret") && !told.contains("2bb8"), "{told}");
+    }
+}
+
+#[test]
+fn tenants_that_cannot_be_are_refused() {
+    let hash = KeyHash::of(b"secret");
+    let tenant = |options: &str| format!("[[tenants]]\nname = \"a\"\nkeys = [\"{hash}\"]\nisolation = \"none\"\n{options}\n");
+    let told = |options: &str| error(&format!("{ENGINE}{}", tenant(options)));
+    assert!(GatewayConfig::from_toml(&format!("{ENGINE}{}", tenant("priority_max = 5"))).is_ok());
+    assert!(told("concurrency = 0").contains("line 8: tenants[0].concurrency = 0"));
+    assert!(told("weight = 0").contains("tenants[0].weight = 0") && told("weight = nan").contains("tenants[0].weight"));
+    assert!(told("tokens_per_minute = 0").contains("tenants[0].tokens_per_minute"));
+    assert!(told("classes = [\"night\"]").contains("tenants[0].classes = \"night\": no [[policy.classes]]"));
+    let class = "[[policy.classes]]\nname = \"first\"\nstart_within = \"1s\"\n[[policy.classes]]\nname = \"rest\"\nfrom = 0\nstart_within = \"1s\"\n";
+    let contradiction = told(&format!("classes = [\"first\"]\npriority_max = 3\n{class}"));
+    assert!(contradiction.contains("no priority is both in its classes"), "{contradiction}");
+    let twice = error(&format!("{ENGINE}{}{}", tenant(""), tenant("")));
+    assert!(twice.contains("tenants[1].name = a") && twice.contains("tenants[1].keys = (not shown)"), "{twice}");
+    assert!(error(&format!("{ENGINE}[[tenants]]\nname = \"a\"\nkeys = []\n")).contains("nobody can be this tenant"));
+    assert!(error(&format!("{ENGINE}[[tenants]]\nname = \"a\"\n")).contains("keys"));
+}
+
+#[test]
+fn tenants_are_kept_apart_only_where_that_is_possible() {
+    let tenants = format!("[[tenants]]\nname = \"a\"\nkeys = [\"{}\"]\n", KeyHash::of(b"secret"));
+    let secret = |secret: &str| format!("[gateway]\nsalt_secret = \"{secret}\"\n");
+    let long = secret("0123456789abcdef");
+    assert!(GatewayConfig::from_toml(&format!("{ENGINE}{long}{tenants}")).is_ok());
+    assert!(
+        error(&format!("{ENGINE}{tenants}"))
+            .contains("line 4: tenants[0].isolation = \"salt\": salts need a secret; set [gateway] salt_secret")
+    );
+    let short = error(&format!("{ENGINE}{}{tenants}", secret("0123456789")));
+    assert!(short.contains("line 5: gateway.salt_secret = (not shown)") && !short.contains("01234"), "{short}");
+    let llama = ENGINE.replace("vllm", "llamacpp");
+    assert!(
+        error(&format!("{llama}{long}{tenants}")).contains("line 3: engines[0].kind = \"llamacpp\": engines of this kind take no salt")
+    );
+}
+
+#[test]
 fn the_skeleton_is_valid_and_has_the_defaults() {
     let config = GatewayConfig::from_toml(&skeleton()).unwrap();
     assert_eq!(config.engines.len(), 1);
@@ -125,18 +186,19 @@ fn every_example_of_the_skeleton_is_valid() {
     let (text, _) = skeleton.split_once("\n# [[discovery]]\n").unwrap();
     let text: Vec<String> = text
         .lines()
-        .map(|line| match line.strip_prefix("# ") {
-            Some(option)
-                if option.split_once(" = ").is_some_and(|(name, _)| name.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_')) =>
-            {
-                option.to_owned()
-            }
-            _ => line.to_owned(),
+        // It names a file that is read with the configuration.
+        .filter(|line| !line.starts_with("# ca = "))
+        .map(|line| {
+            let is_name = |name: &str| name.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_');
+            let is_example = |text: &&str| text.starts_with('[') || text.split_once(" = ").is_some_and(|(name, _)| is_name(name));
+            line.strip_prefix("# ").filter(is_example).unwrap_or(line).to_owned()
         })
         .collect();
-    let text = text.join("\n").replace("BATON_ADMIN_KEY", "PATH").replace("VLLM_API_KEY", "PATH");
+    let names = ["BATON_ADMIN_KEY", "BATON_SALT_SECRET", "VLLM_API_KEY", "TEAM_A_KEY"];
+    let text = names.iter().fold(text.join("\n"), |text, name| text.replace(name, "PATH"));
     let config = GatewayConfig::from_toml(&text).unwrap();
     assert!(config.gateway.admin_key.is_some() && config.engines[0].group.is_some() && config.policy.classes[0].slo_ttft.is_some());
+    assert!(config.tenants[0].concurrency.is_some() && config.gateway.tls.is_some());
 }
 
 /// Options of a table as the skeleton shows them, by name.

@@ -1,8 +1,9 @@
 //! How values are written in the file.
 
-use std::{env, fmt, fs};
+use std::{env, fmt, fs, str::FromStr};
 
 use serde::{Deserialize, Deserializer};
+use sha2::{Digest as _, Sha256};
 
 /// A key. In the file it is the text itself, `{ env = "NAME" }` or `{ file = "PATH" }`: read from there when the file is, so that the file
 /// itself holds no secret. It is never printed.
@@ -52,6 +53,68 @@ fn resolve(value: &toml::Value) -> Result<String, String> {
         Some(_) | None => Err("a key is text, { env = \"NAME\" } or { file = \"PATH\" }".to_owned()),
     }
 }
+
+/// SHA-256 of a client's key. In the file it is `"sha256:"` with 64 hexadecimal digits, `{ env = "NAME" }` or `{ file = "PATH" }`, where the
+/// latter two may hold the key itself. No salt slows down who guesses keys by their hashes: only long random keys are safe from that.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct KeyHash([u8; 32]);
+
+/// The text is no hash of a key; the text is not told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("a key is written as its hash, \"sha256:\" and 64 hexadecimal digits; `baton hash-key` makes it")]
+pub struct NotAHash;
+
+impl KeyHash {
+    pub fn of(key: &[u8]) -> Self {
+        Self(Sha256::digest(key).into())
+    }
+}
+
+impl FromStr for KeyHash {
+    type Err = NotAHash;
+
+    fn from_str(text: &str) -> Result<Self, NotAHash> {
+        let digits = text.strip_prefix(HASH_PREFIX).filter(|digits| digits.len() == 64 && digits.is_ascii()).ok_or(NotAHash)?;
+        let mut hash = [0; 32];
+        for (byte, place) in hash.iter_mut().zip((0..64).step_by(2)) {
+            // A sign would pass as a digit.
+            let digits = digits.get(place..place + 2).filter(|digits| digits.bytes().all(|digit| digit.is_ascii_hexdigit()));
+            *byte = digits.and_then(|digits| u8::from_str_radix(digits, 16).ok()).ok_or(NotAHash)?;
+        }
+        Ok(Self(hash))
+    }
+}
+
+impl fmt::Display for KeyHash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(HASH_PREFIX)?;
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+/// As little as of the key.
+impl fmt::Debug for KeyHash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("(hash)")
+    }
+}
+
+impl<'de> Deserialize<'de> for KeyHash {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let value = toml::Value::deserialize(deserializer)?;
+        let text = resolve(&value).map_err(serde::de::Error::custom)?;
+        // A file that many may read names no key in the clear.
+        if value.is_str() || text.starts_with(HASH_PREFIX) {
+            return text.parse().map_err(serde::de::Error::custom);
+        }
+        if text.is_empty() {
+            return Err(serde::de::Error::custom("a key has at least one character"));
+        }
+        Ok(Self::of(text.as_bytes()))
+    }
+}
+
+const HASH_PREFIX: &str = "sha256:";
 
 /// `"250ms"`, `"1m 30s"`.
 pub(super) mod duration {

@@ -79,7 +79,7 @@ pub(super) async fn models(upstream: &Upstream, engine: &Engine, timeout: Durati
 /// Has it compute one token, for nobody.
 pub(super) async fn one_token(upstream: &Upstream, engine: &Engine, model: &str, timeout: Duration) -> Result<(), FetchError> {
     let body = serde_json::json!({ "model": model, "prompt": "a", "max_tokens": 1, "temperature": 0 }).to_string();
-    upstream.post(engine.url().join("/v1/completions"), engine.config.key(), body.into(), timeout).await.map(drop)
+    upstream.post(engine, "/v1/completions", body.into(), timeout).await.map(drop)
 }
 
 /// The engine's version, where it tells one.
@@ -109,7 +109,7 @@ pub(super) async fn kv_source(upstream: &Upstream, engine: &Engine, timeout: Dur
 }
 
 async fn get(upstream: &Upstream, engine: &Engine, path: &str, timeout: Duration) -> Result<Bytes, FetchError> {
-    upstream.fetch(Method::GET, engine.url().join(path), engine.config.key(), timeout).await
+    upstream.fetch(engine, Method::GET, path, timeout).await
 }
 
 fn read<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T, FetchError> {

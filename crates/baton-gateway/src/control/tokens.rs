@@ -27,7 +27,7 @@ struct Answer {
 /// Asks the engine. What it does not answer is no disagreement.
 pub(super) async fn compare(upstream: &Upstream, engine: &Engine, model: &str, text: &Arc<Tokenizer>, timeout: Duration) -> Agreement {
     let ask = async |path: &str, body: Value| -> Result<Bytes, FetchError> {
-        upstream.post(engine.url().join(path), engine.config.key(), body.to_string().into(), timeout).await
+        upstream.post(engine, path, body.to_string().into(), timeout).await
     };
     let messages = [json!({ "role": "system", "content": "Be brief." }), json!({ "role": "user", "content": TEXT })];
     let (theirs, their_chat) = match engine.config.kind {

@@ -97,7 +97,7 @@ mod tests {
         }
         let engine = |options: &str| format!("[[engines]]\nurl = \"http://a:1\"\n{options}\n");
         assert!(wrong(&engine("kv_block = 1"), false).starts_with("engines[0]: unknown field `kv_block`"));
-        assert!(wrong("[[engines]]\nurl = \"https://a:1\"\n", false).contains("https"));
+        assert!(wrong("[[engines]]\nurl = \"ftp://a:1\"\n", false).contains("ftp"));
         assert!(wrong(&engine("kv_blocks = 0"), false).contains("engines[0].kv_blocks = 0"));
         assert!(wrong(&engine("").repeat(2), false).contains("an engine is named twice"));
         assert!(wrong("[{\"url\": \"http://a:1\"},\n{]", true).starts_with("line 2: "));

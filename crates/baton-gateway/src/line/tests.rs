@@ -3,13 +3,13 @@ use std::future::poll_fn;
 use proptest::prelude::*;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
-    net::TcpListener,
+    net::{TcpListener, TcpStream},
 };
 
 use super::*;
 
 fn address() -> Address {
-    Address::new(&"http://127.0.0.1:1/v2".parse().unwrap(), Some("key"))
+    Address::new(&"http://127.0.0.1:1/v2".parse().unwrap(), Some("key"), None)
 }
 
 /// A line and the engine's end of it.
@@ -132,7 +132,8 @@ async fn a_line_that_its_engine_has_closed_is_not_used() {
     line.address = lines.address();
     drop(engine);
     // Until the end has arrived here.
-    line.stream.readable().await.unwrap();
+    let Transport::Clear(stream) = &line.stream else { panic!("it is not over TLS") };
+    stream.readable().await.unwrap();
     lines.put(line);
     assert!(lines.take().is_none());
 }

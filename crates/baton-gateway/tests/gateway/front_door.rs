@@ -97,6 +97,56 @@ async fn reserved_fields_and_credentials_do_not_reach_the_engine() {
     read(response.await.unwrap()).await;
 }
 
+/// Headers of a client that engines or proxies before them would obey, and one that is meant for all.
+#[tokio::test]
+async fn an_engine_sees_only_the_headers_that_are_meant_for_it() {
+    let mut engine = FakeEngine::start().await;
+    let front = Front::over(&[&engine]).await;
+    let inner =
+        ["x-data-parallel-rank", "x-gateway-destination-endpoint", "x-forwarded-for", "cookie", "x-api-key", "x-session-id", "x-priority"];
+    let mut headers: Vec<(&str, &str)> = inner.iter().map(|name| (*name, "1")).collect();
+    headers.extend([("traceparent", "00-1-2-01"), ("authorization", "Bearer client")]);
+    for (path, body) in [("/v1/chat/completions", ASK), ("/v1/embeddings", r#"{"model":"smollm2-135m","input":"x"}"#)] {
+        let response = front.spawn_post(path, body, &headers);
+        let call = engine.call().await;
+        let seen: Vec<&str> = call.headers.keys().map(http::HeaderName::as_str).collect();
+        let known = ["host", "content-type", "content-length", "accept", "traceparent", "x-request-id"];
+        assert!(seen.iter().all(|name| known.contains(name)), "{path}: {seen:?}");
+        call.reply(400, b"{}");
+        assert_eq!(response.await.unwrap().status(), 400);
+    }
+}
+
+#[tokio::test]
+async fn an_answer_names_its_replica_only_where_that_is_wanted() {
+    let mut engine = FakeEngine::start().await;
+    let mut config = config(&[&engine]);
+    config.engines[0].name = Some("rack-7".to_owned());
+    let front = Front::with(config.clone()).await;
+    for (exposed, named) in [(false, None), (true, Some("rack-7"))] {
+        config.gateway.expose_replica = exposed;
+        front.gateway.reload(&config).unwrap();
+        for (path, body) in [("/v1/chat/completions", ASK), ("/v1/embeddings", r#"{"model":"smollm2-135m","input":"x"}"#)] {
+            let response = front.spawn_post(path, body, &[]);
+            let call = engine.call().await;
+            if path == "/v1/embeddings" {
+                call.reply(200, b"{}");
+            } else {
+                call.play(&recorded(CHAT).1).await;
+            }
+            let response = response.await.unwrap();
+            let told = response.headers().get("x-baton-replica").map(|name| name.to_str().unwrap());
+            assert_eq!(told, named, "{path}");
+            let anywhere = response.headers().values().any(|value| value.as_bytes().windows(6).any(|part| part == b"rack-7"));
+            assert_eq!(anywhere, exposed);
+            let answer = read(response).await;
+            assert!(!answer.windows(6).any(|part| part == b"rack-7"));
+        }
+    }
+    let refused = front.post("/v1/completions", r#"{"model":"nope"}"#).await;
+    assert!(!refused.headers().contains_key("x-baton-replica"), "no replica answers");
+}
+
 #[tokio::test]
 async fn other_paths_go_to_an_engine_that_has_them() {
     let (mut a, mut b) = (FakeEngine::start().await, FakeEngine::start().await);

@@ -11,3 +11,5 @@ mod reload;
 mod resume;
 mod streams;
 mod support;
+mod tenants;
+mod tls;

@@ -302,6 +302,15 @@ impl Front {
     /// One that knows the model's tokens.
     pub(crate) async fn with_text(config: GatewayConfig, text: Option<Arc<Tokenizer>>) -> Self {
         let count = config.engines.len();
+        Self::start(config, text, count).await
+    }
+
+    /// A gateway of which so many engines are ready.
+    pub(crate) async fn with_ready(config: GatewayConfig, count: usize) -> Self {
+        Self::start(config, None, count).await
+    }
+
+    async fn start(config: GatewayConfig, text: Option<Arc<Tokenizer>>, count: usize) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let gateway = Gateway::new(config, text).unwrap();

@@ -7,7 +7,7 @@ use baton_units::{Blocks, Priority, ReplicaId, RequestId, Time, Tokens};
 
 use super::{Flight, Progress, Router, end_flight, live_replica, private_blocks};
 use crate::{
-    ReplicaState,
+    ReplicaState, Share,
     fleet::Replica,
     held::Waiting,
     mover::{FleetFacts, ReplicaFacts, RunningFacts, WaitingFacts},
@@ -17,7 +17,7 @@ use crate::{
 /// Programs whose service is kept; beyond, the one that was served longest ago is forgotten.
 const PROGRAMS_MAX: usize = 4096;
 /// What an output token counts for in attained service, in uncached prompt tokens (VTC, OSDI 2024: `w_q / w_p`).
-const OUTPUT_SERVICE: f64 = 2.0;
+pub(super) const OUTPUT_SERVICE: f64 = 2.0;
 
 /// What a replica told about moves when it attached, beside its [`ReplicaSpec`](crate::ReplicaSpec).
 #[derive(Debug, Clone, PartialEq)]
@@ -279,11 +279,12 @@ impl Flight {
     }
 }
 
-/// Importance, program and bound, which the books keep of an arrival for moves alone.
+/// Importance, program, tenant and bound, which the books keep of an arrival for moves alone.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Attributes {
     pub(crate) priority: Priority,
     pub(crate) program: Option<u64>,
+    pub(crate) share: Option<Share>,
     pub(crate) max_output: Option<Tokens>,
     /// It asks for quiet.
     pub(crate) quiet: bool,

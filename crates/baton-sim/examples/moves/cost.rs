@@ -73,6 +73,7 @@ fn full(replicas: u32, requests: u32) -> (Router, Time) {
             max_output: None,
             session: None,
             program: None,
+            share: None,
             priority: Priority(0),
             excluded: Vec::new(),
         };
