@@ -288,7 +288,7 @@ impl Watcher {
         let replica = &self.engine.name;
         match trust {
             Trust::Quarantined => {
-                tracing::warn!(%replica, "what the replica's KV events told was not in its cache: they count for nothing for a while; is their endpoint its own?")
+                tracing::warn!(%replica, "what the replica's KV events told was not in its cache: they count for nothing for a while; is their endpoint its own?");
             }
             Trust::Probation => tracing::info!(%replica, "the replica's KV events count half until its hits bear them out"),
             Trust::Trusted => tracing::info!(%replica, "the replica's KV events are believed again"),

@@ -431,18 +431,15 @@ impl Exchange {
     }
 
     fn place(&mut self, excluded: Vec<ReplicaId>) {
-        let arrival = match &self.rest {
-            Some(rest) => {
-                let cannot = self.cannot_resume(rest);
-                self.tell_output();
-                let prompt = Tokens(self.admitted.live.prompt.0 + self.session.delivered(0));
-                self.arrival(prompt, excluded.into_iter().chain(cannot).collect())
-            }
-            None => {
-                self.admitted.chain.forget_output();
-                self.untold = 0;
-                self.arrival(self.admitted.live.prompt, excluded)
-            }
+        let arrival = if let Some(rest) = &self.rest {
+            let cannot = self.cannot_resume(rest);
+            self.tell_output();
+            let prompt = Tokens(self.admitted.live.prompt.0 + self.session.delivered(0));
+            self.arrival(prompt, excluded.into_iter().chain(cannot).collect())
+        } else {
+            self.admitted.chain.forget_output();
+            self.untold = 0;
+            self.arrival(self.admitted.live.prompt, excluded)
         };
         match self.fleet.place(arrival) {
             Placing::Now(verdict) => self.decided(verdict),

@@ -90,10 +90,9 @@ pub(crate) fn prompt(path: &str, object: &RawObject<'_>) -> Option<PromptSource>
         "/v1/messages" => messages(object.read("system").ok()?, object.read("messages").ok()??),
         RESPONSES => {
             let instructions = object.read::<Value>("instructions").ok().flatten();
-            match object.read::<Value>("input").ok()?? {
-                Value::Array(items) => messages(instructions, items),
-                text => messages(instructions, vec![json!({ "role": "user", "content": text })]),
-            }
+            let input = object.read::<Value>("input").ok()??;
+            let items = input.as_array().cloned().unwrap_or_else(|| vec![json!({ "role": "user", "content": input })]);
+            messages(instructions, items)
         }
         "/v1/embeddings" => Some(PromptSource::Completion { prompt: object.read("input").ok()??, add_special: true }),
         "/v1/rerank" | "/rerank" | "/v2/rerank" => pairs(object, "query", "documents"),
@@ -124,10 +123,10 @@ fn text_of(content: &Value) -> Option<String> {
 
 /// Each text of one field is computed with each of the other.
 fn pairs(object: &RawObject<'_>, one: &str, other: &str) -> Option<PromptSource> {
-    let texts = |field: &str| match object.read::<Value>(field).ok()?? {
-        Value::String(text) => Some(vec![text]),
-        Value::Array(texts) => Some(texts.iter().map(|text| text.as_str().map_or_else(|| text.to_string(), str::to_owned)).collect()),
-        _ => None,
+    let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    let texts = |field: &str| {
+        let value = object.read::<Value>(field).ok()??;
+        Some(value.as_array().map_or_else(|| vec![text(&value)], |texts| texts.iter().map(text).collect()))
     };
     let (ones, others): (Vec<String>, Vec<String>) = (texts(one)?, texts(other)?);
     let prompts = ones.iter().flat_map(|one| others.iter().map(move |other| format!("{one}{other}"))).collect::<Vec<_>>();

@@ -65,14 +65,14 @@ impl Lag {
         match std::mem::take(self) {
             Self::None => text,
             Self::Behind(missing) => missing + &text,
-            Self::Ahead(known) => match text.strip_prefix(known.as_str()) {
-                Some(new) => new.to_owned(),
-                None => {
-                    // All that is released was held back when the client got it, so it begins as that did.
-                    *self = Self::Ahead(known.strip_prefix(text.as_str()).unwrap_or_default().to_owned());
-                    String::new()
+            Self::Ahead(known) => {
+                if let Some(new) = text.strip_prefix(known.as_str()) {
+                    return new.to_owned();
                 }
-            },
+                // All that is released was held back when the client got it, so it begins as that did.
+                *self = Self::Ahead(known.strip_prefix(text.as_str()).unwrap_or_default().to_owned());
+                String::new()
+            }
         }
     }
 }

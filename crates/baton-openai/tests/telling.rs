@@ -327,8 +327,12 @@ proptest! {
         let output = &case.outputs(&params)[0];
         let at = at.index(output.len());
         let (mut whole, mut begun) = (Told::new(answer), Told::new(case.answer().0));
-        output.iter().for_each(|token| whole.token(0, token));
-        output[..at].iter().for_each(|token| begun.token(0, token));
+        for (place, token) in output.iter().enumerate() {
+            whole.token(0, token);
+            if place < at {
+                begun.token(0, token);
+            }
+        }
         prop_assume!(!begun.answer.has_ended());
         let ids: Vec<u32> = output[..at].iter().map(|(token, _)| token.id).collect();
         let seen = if holds_nothing { shown_at_once(&ids) } else { without_last(&text_of(&begun.out), held_back) };
@@ -339,7 +343,9 @@ proptest! {
         resumed.answer.set_cached(0, 2);
         let pushed = resumed.answer.resume(0, &ids, &seen, &mut resumed.out).unwrap();
         prop_assert_eq!((pushed, resumed.out.len()), (Pushed::Running, 0));
-        output[at..].iter().for_each(|token| resumed.token(0, token));
+        for token in &output[at..] {
+            resumed.token(0, token);
+        }
         let (resumed, _, counts) = resumed.end(1);
         prop_assert_eq!(seen + &text_of(&resumed), wanted);
         prop_assert_eq!(counts, whole_counts);

@@ -44,7 +44,7 @@ fn completion(tokens: &str, finish: Option<&str>) -> String {
     )
 }
 
-fn ask(more: Value) -> String {
+fn ask(more: &Value) -> String {
     let mut body = json!({ "model": "smollm2-135m", "messages": [{ "role": "user", "content": "hi" }], "stream": true, "max_tokens": 6, "temperature": 0 });
     body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
     body.to_string()
@@ -124,7 +124,7 @@ async fn a_chat_whose_engine_fails_goes_on_as_the_same_chat() {
     for failure in ["cut", "in-band", "abort", "garbage", "gone"] {
         let (mut a, mut b) = (FakeEngine::start().await, FakeEngine::start().await);
         let front = front(config(&[&a, &b])).await;
-        let response = front.chat(&ask(json!({ "stream_options": { "include_usage": true } })));
+        let response = front.chat(&ask(&json!({ "stream_options": { "include_usage": true } })));
         let (call, engine, other) = first(&mut a, &mut b).await;
         let sender = begin(call, &[("once", "once"), (" upo", " upo")]).await;
         match failure {
@@ -189,7 +189,7 @@ async fn text_of(front: &Front, path: &str) -> (http::StatusCode, String) {
 async fn a_stop_string_across_the_cut_ends_the_answer_and_the_engine() {
     let (mut a, mut b) = (FakeEngine::start().await, FakeEngine::start().await);
     let front = front(config(&[&a, &b])).await;
-    let response = front.chat(&ask(json!({ "stop": ["on a"] })));
+    let response = front.chat(&ask(&json!({ "stop": ["on a"] })));
     let (call, _, other) = first(&mut a, &mut b).await;
     begin(call, &[("o", "once"), ("nce ", " upo")]).await.cut().await;
     let call = other.call().await;
@@ -230,7 +230,7 @@ async fn a_hung_engine_s_stream_goes_on_elsewhere() {
     let mut config = config(&[&a, &b]);
     config.gateway.stall_timeout = Duration::from_millis(100);
     let front = front(config).await;
-    let response = front.chat(&ask(json!({})));
+    let response = front.chat(&ask(&json!({})));
     let (call, _, other) = first(&mut a, &mut b).await;
     let hung = begin(call, &[("once", "once")]).await;
     let call = other.call().await;
@@ -243,7 +243,7 @@ async fn a_hung_engine_s_stream_goes_on_elsewhere() {
 async fn an_output_of_which_only_the_end_was_lost_needs_no_engine() {
     let mut a = FakeEngine::start().await;
     let front = front(config(&[&a])).await;
-    let response = front.chat(&ask(json!({ "max_tokens": 2 })));
+    let response = front.chat(&ask(&json!({ "max_tokens": 2 })));
     begin(a.call().await, &[("once", "once"), (" up", " upo")]).await.cut().await;
     let all = gathered(&read(response.await.unwrap()).await);
     assert_eq!((all.text.as_str(), all.finish, all.done), ("once upo", json!("length"), true));
@@ -262,7 +262,7 @@ async fn only_engines_of_the_same_bits_go_on_unless_the_operator_lets_others() {
         config.engines[1].numerics = other_numerics.map(str::to_owned);
         config.gateway.continue_streams = allowed;
         let front = front(config).await;
-        let response = front.chat(&ask(json!({})));
+        let response = front.chat(&ask(&json!({})));
         let (call, _, other) = first(&mut a, &mut b).await;
         begin(call, &[("once", "once")]).await.cut().await;
         if goes_on {
@@ -286,7 +286,7 @@ async fn what_cannot_go_on_as_if_nothing_had_happened_is_told() {
     ] {
         let (mut a, mut b) = (FakeEngine::start().await, FakeEngine::start().await);
         let front = front(config(&[&a, &b])).await;
-        let response = front.chat(&ask(more.clone()));
+        let response = front.chat(&ask(&more));
         let (call, ..) = first(&mut a, &mut b).await;
         begin(call, &[("once", "once")]).await.cut().await;
         let all = gathered(&read(response.await.unwrap()).await);
@@ -303,7 +303,7 @@ async fn an_engine_that_failed_again_and_again_is_used_again_when_it_computes() 
     engine.computes.store(false, Ordering::Relaxed);
     for _ in 0..3 {
         front.gateway.until_ready(1).await;
-        let response = front.chat(&ask(json!({})));
+        let response = front.chat(&ask(&json!({})));
         engine.call().await.reply(503, b"{}");
         assert!(response.await.unwrap().status().is_server_error());
     }
@@ -313,7 +313,7 @@ async fn an_engine_that_failed_again_and_again_is_used_again_when_it_computes() 
     }
     engine.computes.store(true, Ordering::Relaxed);
     front.gateway.until_ready(1).await;
-    let response = front.chat(&ask(json!({})));
+    let response = front.chat(&ask(&json!({})));
     begin(engine.call().await, &[("once", "once")]).await.cut().await;
     assert_eq!(response.await.unwrap().status(), 200);
 }
