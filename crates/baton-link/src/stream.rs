@@ -1,14 +1,11 @@
 use std::io;
 
-use rustix::{net::sockopt::set_socket_send_buffer_size, process::geteuid};
+use rustix::process::geteuid;
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream, tcp, unix};
 use tokio_util::either::Either;
 
 pub(crate) type ReadHalf = Either<tcp::OwnedReadHalf, unix::OwnedReadHalf>;
 pub(crate) type WriteHalf = Either<tcp::OwnedWriteHalf, unix::OwnedWriteHalf>;
-
-/// Bytes on their way that a Unix socket is asked to hold.
-const SEND_BUFFER: usize = 4 << 20;
 
 /// Bytes to and from another process.
 #[derive(Debug)]
@@ -92,8 +89,6 @@ impl Stream {
                         "a process of another user is not heard over a Unix socket",
                     ));
                 }
-                // As much as the system allows: each wait for the other side to read costs two switches between processes.
-                let _ = set_socket_send_buffer_size(&stream, SEND_BUFFER);
                 let (read, write) = stream.into_split();
                 Ok((Either::Right(read), Either::Right(write)))
             }
