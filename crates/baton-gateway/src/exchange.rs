@@ -753,10 +753,13 @@ impl Exchange {
     fn output(&mut self, tokens: u32, now: Time) {
         let live = &self.admitted.live;
         live.add_output(tokens);
-        if let Some(Running { engine, .. }) = &self.attempt {
+        if let Some(Running { engine, way, .. }) = &self.attempt {
             engine.pulse.spoke(now);
             if !self.first_told && tokens > 0 {
-                engine.pulse.first_token(now.since(self.sent_at));
+                // One that is carried may have come from elsewhere since it was sent.
+                if !matches!(way, Way::Carried(_)) {
+                    engine.pulse.first_token(now.since(self.sent_at));
+                }
                 engine.succeeded();
             }
         }

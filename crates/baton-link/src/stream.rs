@@ -35,8 +35,8 @@ impl From<TcpStream> for Stream {
 }
 
 impl Listener {
-    /// Is found over a Unix socket as well, by processes of the same user that dial the same address on this host: less than half the work of
-    /// TCP for each byte. Where the system has no such sockets it is found over TCP alone.
+    /// Is found over a Unix socket as well, by processes of the same user that dial the same address on this host, which spares them
+    /// TCP. Where the system has no such sockets it is found over TCP alone.
     pub fn with_local(tcp: TcpListener) -> io::Result<Self> {
         let address = tcp.local_addr()?;
         let local = local_name(&address.to_string()).and_then(|name| {
