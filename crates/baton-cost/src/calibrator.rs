@@ -13,8 +13,13 @@ const COUNT: usize = 5;
 /// One number per coefficient.
 type Row = [f64; COUNT];
 
-/// Relative standard deviation of the prior: the formulas are right within about a factor of two.
+/// Relative standard deviation of the prior: the formulas are right within about [`PRIOR_FACTOR`].
 const PRIOR_SPREAD: f64 = 0.5;
+/// What the formulas may be wrong by as a whole before the machine itself is taken to be another one.
+const PRIOR_FACTOR: f64 = 2.0;
+/// First samples whose median tells how fast the machine is as a whole, and the fewest that do.
+const PACE_SAMPLES: usize = 15;
+const PACE_SAMPLES_MIN: usize = 3;
 /// The same, in units of a tenth of a typical step, where the prior is zero and thus says nothing.
 const UNKNOWN_SPREAD: f64 = 5.0;
 /// Relative noise of a sample until it is known; makes the prior worth `(1.5 / 0.5)^2 = 9` samples.
@@ -46,6 +51,9 @@ const SWEEPS: usize = 8;
 /// side is known, so an unconfirmed side takes the blame for a surprise and a wrong prior cannot lock samples out of it.
 /// Steps that only decode and steps with a prefill are forgotten apart, faster while predictions err to one side. An engine whose parts add up, such as a CPU, fits too: its weights end up in `fixed_s`.
 ///
+/// A machine far from the formulas is first of all slower or faster as a whole: what the first samples say of that in the
+/// median, beyond a factor of two, scales the prior, so that it goes on telling the parts apart.
+///
 /// Errors are relative, coefficients are in units of the prior: results do not depend on any unit. One sample costs
 /// O(coefficients^2), without allocation.
 #[derive(Debug, Clone, PartialEq)]
@@ -58,6 +66,7 @@ pub struct Calibrator {
     /// The prior in units of `scale`: one, or zero.
     prior_fit: Row,
     prior_precision: Row,
+    pace: Pace,
     /// Of steps that only decode, and of steps with a prefill: neither makes the other forgotten.
     evidence: [Evidence; 2],
     error: f64,
@@ -77,6 +86,7 @@ impl Calibrator {
             fit: prior_fit,
             prior_fit,
             prior_precision: known.map(|known| (if known { PRIOR_SPREAD } else { UNKNOWN_SPREAD }).powi(-2)),
+            pace: Pace::default(),
             evidence: [Evidence::default(); 2],
             error: 0.0,
             samples: 0,
@@ -85,16 +95,17 @@ impl Calibrator {
 
     /// Takes in one step. What is no measurement (no positive, finite time; a load that is no number) is ignored.
     pub fn observe(&mut self, load: &StepLoad, seconds: f64) {
-        self.observe_steps(load, 1.0, seconds);
+        self.observe_steps(load, 1.0, seconds, Shown::Step);
     }
 
     /// Takes in one whole prefill, for engines that show only the TTFT of a request that did not queue.
     ///
-    /// `chunk` is the engine's token budget per step, zero if it does not chunk.
+    /// What does not grow with the prompt, weights included, counts as fixed: such samples cannot tell it apart, and the prior
+    /// should be [`StepCoefficients::weights_as_fixed`]. `chunk` is the engine's token budget per step, zero if it does not chunk.
     pub fn observe_prefill(&mut self, new: Tokens, cached: Tokens, chunk: Tokens, seconds: f64) {
         let (load, steps) = StepLoad::prefill_chunks(new, cached, chunk)
             .fold((StepLoad::default(), 0.0), |(load, steps), chunk| (load.and(chunk), steps + 1.0));
-        self.observe_steps(&load, steps, seconds);
+        self.observe_steps(&load, steps, seconds, Shown::Prefill);
     }
 
     /// The coefficients as fitted so far.
@@ -117,23 +128,45 @@ impl Calibrator {
         self.samples
     }
 
-    fn observe_steps(&mut self, load: &StepLoad, steps: f64, seconds: f64) {
+    fn observe_steps(&mut self, load: &StepLoad, steps: f64, seconds: f64, shown: Shown) {
         let (compute, memory) = self.sides(load, steps);
-        let (compute_s, memory_s) = (dot(&compute, &self.fit), dot(&memory, &self.fit));
-        let usable = seconds > 0.0 && seconds.is_finite() && steps > 0.0 && compute_s.is_finite() && memory_s.is_finite();
+        let usable = seconds > 0.0 && seconds.is_finite() && steps > 0.0 && compute.iter().chain(&memory).all(|term| term.is_finite());
         if !usable {
             return;
         }
-        let predicted = compute_s.max(memory_s);
+        let predict = |fit: &Row| match shown {
+            Shown::Step => dot(&compute, fit).max(dot(&memory, fit)),
+            Shown::Prefill => dot(&compute, fit),
+        };
+        if let Some(factor) = self.pace.observe(seconds / predict(&self.prior_fit)) {
+            self.scale_prior(factor);
+        }
+        let predicted = predict(&self.fit);
         self.samples += 1;
         let error_rate = (1.0 / self.samples as f64).max(1.0 / ERROR_SAMPLES);
         self.error += ((predicted - seconds).abs() / seconds - self.error) * error_rate;
 
         let kind = usize::from(load.new_tokens > load.decode_rows);
-        let row = if self.compute_decided(&compute, &memory, seconds, kind) { compute } else { memory };
+        let by_compute = shown == Shown::Prefill || self.compute_decided(&compute, &memory, seconds, kind);
+        let row = if by_compute { compute } else { memory };
         // Relative to the prediction; half the sample bounds the row where the prediction is far too small.
         let unit = predicted.max(seconds / 2.0);
         self.take_in(&row.map(|term| term / unit), seconds / unit, kind);
+    }
+
+    /// Makes the prior that of a machine `factor` times as slow, and begins the fit there; what samples have shown stays.
+    fn scale_prior(&mut self, factor: f64) {
+        let before = self.fit;
+        for j in 0..COUNT {
+            if self.prior_fit[j] == 0.0 {
+                continue;
+            }
+            self.fit[j] *= factor;
+            self.prior_fit[j] *= factor;
+            self.prior_precision[j] /= factor.powi(2);
+        }
+        let moved: Row = std::array::from_fn(|j| self.fit[j] - before[j]);
+        self.fit_moved(&moved);
     }
 
     /// Seconds per unit of `fit` on either side of the maximum.
@@ -183,8 +216,12 @@ impl Calibrator {
             }
         }
         let moved: Row = std::array::from_fn(|j| self.fit[j] - before[j]);
+        self.fit_moved(&moved);
+    }
+
+    fn fit_moved(&mut self, moved: &Row) {
         for evidence in &mut self.evidence {
-            evidence.fit_moved(&moved);
+            evidence.fit_moved(moved);
         }
     }
 
@@ -201,6 +238,51 @@ impl Calibrator {
 
     fn precision(&self, j: usize, k: usize) -> f64 {
         self.evidence.iter().map(|evidence| evidence.information[j][k] / evidence.noise.powi(2)).sum()
+    }
+}
+
+/// What a sample's time is of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Shown {
+    Step,
+    Prefill,
+}
+
+/// How fast the machine is as a whole, from its first samples.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Pace {
+    /// Seconds seen over seconds by the prior, as logarithms in ascending order.
+    ratios: [f64; PACE_SAMPLES],
+    count: usize,
+    /// Logarithm of what the prior is scaled by.
+    factor: f64,
+}
+
+impl Default for Pace {
+    fn default() -> Self {
+        Self { ratios: [0.0; PACE_SAMPLES], count: 0, factor: 0.0 }
+    }
+}
+
+impl Pace {
+    /// Takes in what a sample took over what the scaled prior says; gives by how much to scale the prior further.
+    fn observe(&mut self, ratio: f64) -> Option<f64> {
+        let ratio = ratio.ln() + self.factor;
+        if self.count == PACE_SAMPLES || !ratio.is_finite() {
+            return None;
+        }
+        let place = self.ratios[..self.count].partition_point(|&seen| seen < ratio);
+        self.ratios.copy_within(place..self.count, place + 1);
+        self.ratios[place] = ratio;
+        self.count += 1;
+        if self.count < PACE_SAMPLES_MIN {
+            return None;
+        }
+        let median = self.ratios[self.count / 2];
+        let factor = median.signum() * (median.abs() - PRIOR_FACTOR.ln()).max(0.0);
+        let further = factor - self.factor;
+        self.factor = factor;
+        (further != 0.0).then(|| further.exp())
     }
 }
 

@@ -113,6 +113,12 @@ impl StepCoefficients {
         StepLoad::prefill_chunks(new, cached, chunk).map(|load| self.step_s(&load)).sum::<f64>() * 1e3
     }
 
+    /// The same with the reading of weights in the fixed part, as whole prefills show it: nobody can tell the two apart by them.
+    #[must_use]
+    pub fn weights_as_fixed(self) -> Self {
+        Self { fixed_s: self.fixed_s + self.weights_s, weights_s: 0.0, ..self }
+    }
+
     /// The same machine slowed by `factor` (below one: sped up).
     #[must_use]
     pub fn scaled(self, factor: f64) -> Self {

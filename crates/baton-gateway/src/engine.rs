@@ -369,7 +369,7 @@ fn static_card(model: &str, max_model_len: Option<u32>) -> ModelCard {
 fn default_step() -> StepCoefficients {
     let shape = ModelShape::preset("llama-3-8b").expect("a preset");
     let device = Device::preset("h100").expect("a preset");
-    StepCoefficients::from_profile(&shape, &device)
+    StepCoefficients::from_profile(&shape, &device).weights_as_fixed()
 }
 
 #[cfg(test)]
