@@ -11,10 +11,10 @@ use crate::checkpoint::Checkpoint;
 use crate::forward::{Forward, Scratch, Span};
 use crate::kernels::activations::Activations;
 use crate::kv::{KvCache, KvLayout};
-use crate::memory::Memory;
 use crate::model::Model;
 use crate::pool::Pool;
 use crate::simd::Machine;
+use crate::spares::Spare;
 use crate::{CpuConfig, KernelPath, ModelError};
 
 /// Tokens computed at once at most: enough to use weights well, few enough that activations stay in the cache. Longer steps are
@@ -224,16 +224,13 @@ impl KvMemory for CpuExecutor {
     }
 
     fn put(&mut self, block: BlockId, bytes: Box<dyn KvBytes>) -> Box<dyn KvBytes> {
-        let is_ours = (&*bytes as &dyn Any).is::<Memory>();
+        let is_ours = (&*bytes as &dyn Any).is::<Spare>();
         if !is_ours {
             self.kv.block_mut(block.0).copy_from_slice(bytes.bytes());
             return bytes;
         }
-        let memory = (bytes as Box<dyn Any>).downcast::<Memory>().expect("its type was just seen");
-        match self.kv.put(block.0, *memory) {
-            Some(former) => Box::new(former),
-            None => self.spare(),
-        }
+        let spare = (bytes as Box<dyn Any>).downcast::<Spare>().expect("its type was just seen");
+        Box::new(self.kv.put(block.0, *spare))
     }
 }
 

@@ -5,6 +5,7 @@ use baton_units::{BlockSize, Bytes};
 use crate::ModelError;
 use crate::memory::Memory;
 use crate::simd::LANES;
+use crate::spares::{Spare, Spares};
 
 /// Where in a block keys and values lie: `[layer]`, and in it keys `[kv head][group][dimension][16 positions]`, so that a vector of
 /// scores is one chain over dimensions, then values `[kv head][position][dimension]`.
@@ -84,10 +85,12 @@ impl From<KvLayout> for baton_engine::KvLayout {
 /// Keys and values of all blocks in f32.
 ///
 /// Each block is memory of its own, so that one can be lent to other threads and exchanged for one that they filled, without copying. The
-/// system puts mappings that are made one after another side by side, and makes them one: huge pages span blocks.
+/// system puts mappings that are made one after another side by side, and makes them one: huge pages span blocks. Their pages are taken at
+/// once, so that no request waits for them.
 pub(crate) struct KvCache {
     layout: KvLayout,
     blocks: Vec<Arc<Memory>>,
+    spares: Arc<Spares>,
 }
 
 impl KvCache {
@@ -95,8 +98,13 @@ impl KvCache {
         let block_bytes = layout.block_bytes();
         let too_large = || ModelError::KvTooLarge { blocks, block_bytes };
         block_bytes.checked_mul(blocks).filter(|&bytes| isize::try_from(bytes).is_ok()).ok_or_else(too_large)?;
-        let memory = (0..blocks).map(|_| Memory::zeroed(block_bytes).map(Arc::new)).collect::<io::Result<_>>();
-        Ok(Self { layout, blocks: memory.map_err(|_| too_large())? })
+        let memory = (0..blocks).map(|_| Memory::zeroed(block_bytes).map(Arc::new)).collect::<io::Result<Vec<_>>>();
+        let memory = memory.map_err(|_| too_large())?;
+        let spares = Spares::new(block_bytes, blocks).map_err(|_| too_large())?;
+        // When all are mapped: a huge page spans several.
+        memory.iter().for_each(|block| block.touch());
+        spares.touch();
+        Ok(Self { layout, blocks: memory, spares: Arc::new(spares) })
     }
 
     pub(crate) fn layout(&self) -> KvLayout {
@@ -150,14 +158,16 @@ impl KvCache {
     ///
     /// # Panics
     /// When the system has none.
-    pub(crate) fn spare(&self) -> Memory {
-        Memory::zeroed(self.layout.block_bytes()).expect("the system has memory for one more block")
+    pub(crate) fn spare(&self) -> Spare {
+        Spares::take(&self.spares)
     }
 
-    /// Exchanges a block's memory; the former one, unless it is lent.
-    pub(crate) fn put(&mut self, block: u32, memory: Memory) -> Option<Memory> {
+    /// Exchanges a block's memory for other of its length; gives back the former one, or where that is lent, another spare.
+    pub(crate) fn put(&mut self, block: u32, spare: Spare) -> Spare {
+        let memory = spare.into_memory();
         assert_eq!(memory.len(), self.layout.block_bytes(), "a block has the bytes of one block");
-        Arc::into_inner(std::mem::replace(&mut self.blocks[block as usize], Arc::new(memory)))
+        let former = std::mem::replace(&mut self.blocks[block as usize], Arc::new(memory));
+        Arc::into_inner(former).map_or_else(|| self.spare(), |former| Spares::hold(&self.spares, former))
     }
 
     /// To be written: what is lent stays as it was, and this becomes a copy of it.

@@ -26,6 +26,7 @@ mod model;
 mod pool;
 mod quant;
 mod simd;
+mod spares;
 #[doc(hidden)]
 pub mod testing;
 
