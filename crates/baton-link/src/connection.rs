@@ -11,10 +11,15 @@ use baton_wire::migration::{
 };
 use tokio::io::{AsyncReadExt, AsyncWriteExt, BufReader, BufWriter};
 
+use xxhash_rust::xxh3::Xxh3Default;
+
 use crate::stream::{ReadHalf, Stream, WriteHalf};
 
 /// Whoever connects and does not say who it is within this is not waited for.
 const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A payload is read and looked at in pieces that the processor's cache holds.
+const PIECE: usize = 128 << 10;
 
 /// What a process says of itself and demands of the other side.
 #[derive(Debug, Clone)]
@@ -61,6 +66,8 @@ pub struct Raw<P = Vec<u8>> {
     pub body: Vec<u8>,
     /// The bytes of a block.
     pub payload: P,
+    /// XXH3 of the payload, to be compared with the header's; 0 where there is none.
+    pub checksum: u64,
 }
 
 /// The frames that come.
@@ -185,11 +192,21 @@ impl FrameReader {
         let covered = if KvFrame::is_block(header.kind) { length.min(KvFrame::BLOCK_HEADER_BYTES) } else { length };
         let (mut body, mut payload, mut trailer) = (vec![0; covered], place(length - covered), [0; MAC_BYTES]);
         self.stream.read_exact(&mut body).await?;
-        self.stream.read_exact(payload.as_mut()).await?;
+        let checksum = if covered < length { self.read_payload(payload.as_mut()).await? } else { 0 };
         let trailer = &mut trailer[..self.opener.trailer_bytes()];
         self.stream.read_exact(trailer).await?;
         self.opener.check(&head, &body, trailer)?;
-        Ok(Raw { kind: header.kind, body, payload })
+        Ok(Raw { kind: header.kind, body, payload, checksum })
+    }
+
+    /// Fills it, and gives its XXH3.
+    async fn read_payload(&mut self, payload: &mut [u8]) -> std::io::Result<u64> {
+        let mut sum = Xxh3Default::new();
+        for piece in payload.chunks_mut(PIECE) {
+            self.stream.read_exact(piece).await?;
+            sum.update(piece);
+        }
+        Ok(sum.digest())
     }
 
     /// The next frame of a control connection; as [`Self::read`].

@@ -20,7 +20,7 @@ const SHARE_OF_STEP: f64 = 0.04;
 /// Bytes of KV that a core checks and gives to a socket, or takes from one.
 const COPIED_PER_S: f64 = 2e9;
 /// Bytes of blocks that come before the engine has taken them, at most: enough that the next ones travel while a step is computed.
-pub(crate) const WINDOW: u64 = 8 << 20;
+pub(crate) const WINDOW: u64 = 16 << 20;
 /// Blocks of memory that are made for a target to read into, at most; it makes more where it needs them.
 const SPARES_MAX: u64 = 64;
 

@@ -18,7 +18,6 @@ use tokio::{
     sync::{mpsc, oneshot},
     task::JoinSet,
 };
-use xxhash_rust::xxh3::xxh3_64;
 
 use super::{
     actor::{FromTarget, Input},
@@ -31,6 +30,9 @@ use crate::driver::{EngineHandle, MoveCommand, Room, Storage, WINDOW, Written};
 
 /// Sources, and strangers that have not introduced themselves; more wait.
 const CONNECTIONS_MAX: usize = 16;
+/// Bytes of blocks that the engine is given at a time, at least, while more come: each time wakes its thread, and the source for the bytes that
+/// may come then.
+const WRITTEN_AT_ONCE: u64 = WINDOW / 4;
 /// A source that says nothing of what it brings for so long is not waited for.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -241,7 +243,7 @@ impl KvTarget<'_> {
         tasks.spawn(read(reader, landing.clone(), sender));
         let mut told = Instant::now();
         loop {
-            arrival.write(&self.engine)?;
+            arrival.write(&self.engine, arrival.state.is_some())?;
             // What the engine was given, it takes before the request joins; what finds no room must be known before the gateway is asked.
             if (arrival.writing.is_empty() || arrival.has_room())
                 && let Some((entries, run)) = arrival.state.take()
@@ -307,13 +309,14 @@ impl Arrival {
         KvFrame::Have { blocks: HeldBlocks { held: self.room.held.0 }, credit: self.credit }
     }
 
-    /// Gives the engine what came since it took something last, and the last blocks at once.
-    pub(super) fn write(&mut self, engine: &EngineHandle) -> Result<(), TakeError> {
-        if self.pending.is_empty() || !(self.writing.is_empty() || self.state.is_some()) {
+    /// Gives the engine what came since it took something last, once that is worth waking it for; and all of it when it is the `last`.
+    pub(super) fn write(&mut self, engine: &EngineHandle, last: bool) -> Result<(), TakeError> {
+        let bytes = self.pending.iter().map(|(_, block)| block.bytes().len() as u64).sum();
+        let is_due = last || (self.writing.is_empty() && bytes >= WRITTEN_AT_ONCE);
+        if self.pending.is_empty() || !is_due {
             return Ok(());
         }
         let blocks = std::mem::take(&mut self.pending);
-        let bytes = blocks.iter().map(|(_, block)| block.bytes().len() as u64).sum();
         let (sender, answer) = oneshot::channel();
         engine.move_sequence(MoveCommand::Write(self.room.id, blocks, sender)).map_err(|_| TakeError::Gone)?;
         self.writing.push_back((answer, bytes));
@@ -394,7 +397,7 @@ pub(super) fn refusal(why: &MoveRefusal) -> Refusal {
     Refusal::Other(why.to_string())
 }
 
-/// Reads what comes, and looks at the checksum of each block while its bytes are in the processor's cache.
+/// Reads what comes, and compares the checksum of each block.
 pub(super) async fn read(mut reader: FrameReader, landing: Landing, frames: mpsc::Sender<Result<Came, TakeError>>) {
     loop {
         let came = match reader.read_to(|bytes| landing.spot(bytes)).await {
@@ -433,7 +436,7 @@ impl Landing {
         if len != wanted {
             return Err(TakeError::Protocol(format!("block {index} has {len} bytes, a block here {wanted}")));
         }
-        if xxh3_64(bytes.bytes()) != checksum {
+        if raw.checksum != checksum {
             return Err(TakeError::Protocol(format!("block {index} was altered on its way")));
         }
         Ok(Came::Block { index, tokens, bytes })

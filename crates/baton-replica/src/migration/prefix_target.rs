@@ -102,7 +102,7 @@ impl PrefixTarget<'_> {
         tasks.spawn(read(reader, landing.clone(), sender));
         let (mut all_sent, mut bytes_taken) = (false, 0);
         loop {
-            arrival.write(&self.engine)?;
+            arrival.write(&self.engine, all_sent)?;
             if all_sent && arrival.writing.is_empty() {
                 break;
             }
