@@ -68,7 +68,6 @@ async fn a_replica_with_a_fleet_key_meets_what_the_key_adds() {
     fleet.stop().await;
 }
 
-/// Outputs end within a tenth of a second here, so that what must happen meanwhile is checked where it is tried again.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_computing_replica_meets_what_concerns_its_bits() {
     let fleet = Fleet::computing().await;

@@ -17,10 +17,12 @@ use tokio::{
     task::JoinHandle,
 };
 
-use crate::tiny::{CONTEXT, Family, Folder, Tiny, VOCAB};
+use crate::tiny::{Family, Folder, Tiny, VOCAB};
 
 pub(crate) const MODEL: &str = "tiny";
-/// What is left of the context behind a prompt of 60.
+/// Of the model that computes.
+const CONTEXT: usize = 1024;
+/// What is left of it behind a prompt of 60: long enough that a request is there while it is moved, on a busy machine too.
 pub(crate) const COMPUTED_OUTPUT: u32 = CONTEXT as u32 - 60;
 const BLOCK: u32 = 8;
 const BLOCKS: Blocks = Blocks(1024);
@@ -57,15 +59,15 @@ impl Fleet {
     /// Engines that compute a model of two layers.
     pub(crate) async fn computing() -> Self {
         let folder = Folder::new();
-        folder.file("model.gguf", &Tiny::new(Family::Llama, TensorKind::Q8_0, 3).to_gguf());
+        folder.file("model.gguf", &Tiny { context: CONTEXT, ..Tiny::new(Family::Llama, TensorKind::Q8_0, 3) }.to_gguf());
         let free = StepCoefficients { fixed_s: 0.0, per_token_s: 0.0, per_attended_s: 0.0, per_kv_token_s: 0.0, weights_s: 0.0 };
         let start = async |id: &str| {
-            let cpu = CpuConfig { threads: 1, block_size: BLOCK as usize, blocks: 256, kernel: None, max_model_len: None };
+            let cpu = CpuConfig { threads: 1, block_size: BLOCK as usize, blocks: BLOCKS.0 as usize, kernel: None, max_model_len: None };
             let executor = CpuExecutor::load(&folder.path().join("model.gguf"), &cpu).unwrap();
             let engine = EngineConfig {
                 budget: TokenBudget::Fixed(Tokens(16)),
                 vocabulary: VOCAB as u32,
-                ..engine(Blocks(256), Tokens(CONTEXT as u32), free)
+                ..engine(BLOCKS, Tokens(CONTEXT as u32), free)
             };
             Replica::start(config(id, engine, Pace::Measured, None), Box::new(executor)).await
         };

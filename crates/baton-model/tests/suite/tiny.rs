@@ -52,12 +52,13 @@ pub(crate) struct Weights {
 
 pub(crate) struct Tiny {
     pub(crate) family: Family,
+    pub(crate) context: usize,
     pub(crate) tensors: BTreeMap<String, Weights>,
 }
 
 impl Tiny {
     pub(crate) fn new(family: Family, kind: TensorKind, seed: u64) -> Self {
-        let mut tiny = Self { family, tensors: BTreeMap::new() };
+        let mut tiny = Self { family, context: CONTEXT, tensors: BTreeMap::new() };
         let mut rng = Rng::with_seed(seed);
         tiny.matrix("token_embd.weight", kind, VOCAB, HIDDEN, &mut rng);
         tiny.vector("output_norm.weight", HIDDEN, 1.0, &mut rng);
@@ -114,7 +115,7 @@ impl Tiny {
         let mut metadata: Vec<Vec<u8>> = vec![text("general.architecture", family)];
         for (key, value) in [
             ("block_count", LAYERS),
-            ("context_length", CONTEXT),
+            ("context_length", self.context),
             ("embedding_length", HIDDEN),
             ("feed_forward_length", FFN),
             ("attention.head_count", HEADS),
@@ -184,7 +185,7 @@ impl Tiny {
         serde_json::json!({
             "model_type": self.family.name(), "hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": LAYERS,
             "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "vocab_size": VOCAB,
-            "max_position_embeddings": CONTEXT, "rms_norm_eps": EPS, "rope_theta": ROPE_BASE, "hidden_act": "silu",
+            "max_position_embeddings": self.context, "rms_norm_eps": EPS, "rope_theta": ROPE_BASE, "hidden_act": "silu",
             "tie_word_embeddings": !self.tensors.contains_key("output.weight"),
         })
     }
