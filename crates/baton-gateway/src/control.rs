@@ -340,3 +340,10 @@ impl Watcher {
         self.fleet.set_unready(&self.engine, verdict);
     }
 }
+
+/// Reads a page of another server's metrics.
+#[cfg(fuzzing)]
+pub(crate) fn fuzz_metrics(page: &str) {
+    let _ = prometheus::sum(page, "vllm:num_requests_running");
+    let _ = prometheus::label(page, "vllm:cache_config_info", "block_size");
+}

@@ -176,3 +176,12 @@ async fn run(config: DiscoveryConfig, told: Told) {
         }
     }
 }
+
+/// Reads a list of engines.
+#[cfg(fuzzing)]
+pub(crate) fn fuzz_list(text: &str) {
+    let template = toml::from_str("kind = \"vllm\"").expect("all else may be left out");
+    for is_json in [false, true] {
+        let _ = list::parse(text, is_json, &template);
+    }
+}

@@ -18,6 +18,8 @@ mod discovery;
 mod engine;
 mod exchange;
 mod fleet;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 mod gateway;
 mod identity;
 mod intake;

@@ -224,5 +224,13 @@ fn decode(bytes: &[u8]) -> Result<BTreeMap<String, Arc<Former>>, FileError> {
     Ok(former)
 }
 
+/// Reads what a file has that is ours and whole.
+#[cfg(fuzzing)]
+pub(crate) fn fuzz(body: &[u8]) {
+    let mut file = [MAGIC, body].concat();
+    file.extend(xxh3_64(&file).to_le_bytes());
+    let _ = decode(&file);
+}
+
 #[cfg(test)]
 mod tests;
