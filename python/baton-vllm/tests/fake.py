@@ -101,7 +101,7 @@ class FakeRun:
         self.tokens.append(token)
         self.done += 1
         sampling = self.spec.sampling
-        logprobs = None if sampling.logprobs is None else [-0.5, [[token, -0.5]][: sampling.logprobs]]
+        logprobs = None if sampling.logprobs is None else [-0.5, [[(token + place) % VOCABULARY, -0.5 - place] for place in range(sampling.logprobs)]]
         entries = [Entry(token=token, logprobs=logprobs)]
         if token in sampling.stop_token_ids and self.done >= sampling.min_tokens:
             entries.append(Entry(finish=("stop", token)))

@@ -296,7 +296,7 @@ async def serve(replica: Replica, connection: Connection) -> None:
         request, attempt, source, here, nonce = await asyncio.wait_for(_first(connection, Kind.OPEN), PATIENCE_S)
         kind, (plan,) = await asyncio.wait_for(connection.read(), PATIENCE_S)
         if kind == Kind.PREFIX:
-            raise other("prefixes are not copied here")
+            raise WireError("prefixes are not copied here")
         if kind != Kind.PREPARE:
             raise WireError("the source did not say what it brings")
         _check(replica, connection, source)

@@ -200,7 +200,8 @@ class Replica:
                 self.expected.popitem(last=False)
             self.expected[request] = Expected(*rest)
         elif kind == Kind.COPY:
-            self._send(gateway, Kind.ABORTED, request, 0, rest[0], "prefixes are not copied here")
+            # As its report says.
+            raise WireError("prefixes are not copied here")
         else:
             self._told(request, kind, rest)
 
@@ -291,6 +292,8 @@ class Replica:
         if taken:
             here.arrival = target
             self.requests[target.request] = here
+        else:
+            self._forget(target.request)
         return taken
 
     def state_came(self, target: kv.Target, entries: list[Entry]) -> None:
