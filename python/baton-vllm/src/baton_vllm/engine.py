@@ -189,7 +189,7 @@ class VllmEngine:
                 entries = entries_of(out.outputs[0], spec)
                 finished = finished or any(entry.is_finish for entry in entries)
                 if entries:
-                    live.sink(run, Output(entries, None if reached else out.num_cached_tokens))
+                    live.sink(run, Output(entries, None if reached else out.num_cached_tokens or 0))
                 reached = True
                 if live.aborted and not out.finished:
                     # When it was told first, the engine may not have had it.

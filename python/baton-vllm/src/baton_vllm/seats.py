@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from .wire import Entry, Kind, Place, RequestName
 
@@ -42,7 +42,8 @@ class Phase(IntEnum):
 # What comes out of it.
 
 
-class ToGateway(NamedTuple):
+@dataclass(frozen=True)
+class ToGateway:
     """`values` are the frame's fields after the request; a reason is added by whoever sends it."""
 
     request: RequestName
@@ -50,23 +51,27 @@ class ToGateway(NamedTuple):
     values: tuple
 
 
-class Heartbeat(NamedTuple):
+@dataclass(frozen=True)
+class Heartbeat:
     gateway: tuple[int, int]
     sequence: int
 
 
-class AllHeld(NamedTuple):
+@dataclass(frozen=True)
+class AllHeld:
     gateway: tuple[int, int]
 
 
-class SendState(NamedTuple):
+@dataclass(frozen=True)
+class SendState:
     """To the target: these are all entries; the KV of all but the last is there."""
 
     request: RequestName
     attempt: int
 
 
-class SendPrepared(NamedTuple):
+@dataclass(frozen=True)
+class SendPrepared:
     """To the source: all is here and checked."""
 
     request: RequestName
@@ -74,33 +79,39 @@ class SendPrepared(NamedTuple):
     entries: int
 
 
-class RunFrom(NamedTuple):
+@dataclass(frozen=True)
+class RunFrom:
     """Let the engine go on with the seat's entries. `kept`: how many of them the KV that came, or is here, is good for; none is computed anew."""
 
     request: RequestName
     kept: int | None
 
 
-class Copy(NamedTuple):
+@dataclass(frozen=True)
+class Copy:
     request: RequestName
     attempt: int
     target: Place
 
 
-class EndCopy(NamedTuple):
+@dataclass(frozen=True)
+class EndCopy:
     request: RequestName
     attempt: int
 
 
-class Thaw(NamedTuple):
+@dataclass(frozen=True)
+class Thaw:
     request: RequestName
 
 
-class Pause(NamedTuple):
+@dataclass(frozen=True)
+class Pause:
     request: RequestName
 
 
-class Free(NamedTuple):
+@dataclass(frozen=True)
+class Free:
     request: RequestName
 
 
