@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,6 +41,15 @@ def tokens_of(entries: list[Entry]) -> list[int]:
 
 def blocks_of(tokens: int, size: int) -> int:
     return -(-tokens // size)
+
+
+def keys_of(tokens: list[int], size: int, salt: str | None) -> list[int]:
+    """Names of the full blocks, each of all tokens before its end, too."""
+    key, keys = xxh3_64_intdigest((salt or "").encode()), []
+    for end in range(size, len(tokens) + 1, size):
+        key = xxh3_64_intdigest(struct.pack(f"<{size}I", *tokens[end - size : end]), seed=key)
+        keys.append(key)
+    return keys
 
 
 class Source:
@@ -111,7 +121,8 @@ class Source:
     def _plan(self, entries: list[Entry], computed: int) -> Plan:
         progress = replace(self.spec.progress, computed=computed)
         spec = replace(self.spec, model=self.engine.models[0], ends=self.engine.ends, progress=progress)
-        return Plan(self.spec.prompt + tokens_of(entries), [], blocks_of(computed, self.size), spec.to_bytes())
+        tokens = self.spec.prompt + tokens_of(entries)
+        return Plan(tokens, keys_of(tokens[:computed], self.size, self.spec.salt), blocks_of(computed, self.size), spec.to_bytes())
 
     async def _send(self, first: int, last: int) -> None:
         size = self.engine.layout.block_bytes
