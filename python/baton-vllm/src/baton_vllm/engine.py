@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from .channel import Dialed
 from .draw_keys import DRAWS_KEY, draw_key
 from .staging import Slots, Staging
-from .wire import Ends, Entry, Layout, Run
+from .wire import Ends, Entry, Layout, Run, Sampling
 
 log = logging.getLogger("vllm.baton")
 
@@ -85,6 +85,77 @@ class Engine(Protocol):
     ends: Ends
     vocabulary: int
     slots: Slots
+
+    def slot(self, index: int) -> memoryview: ...
+    def status(self) -> tuple[int, int, int, int]: ...
+    def free_blocks(self) -> int: ...
+    def start(self, run: str, spec: Run, output: list[int], arrived: Arrived | None, sink: Callable[[str, Any], None]) -> None: ...
+    def abort(self, run: str) -> None: ...
+    def export(self, run: str, first: int) -> Export: ...
+
+
+def draws_of(spec: Run, done: int) -> dict | None:
+    """What `draws.py` chooses tokens by; none where vLLM's own choice is the same wherever it goes on."""
+    sampling = spec.sampling
+    if sampling.temperature < GREEDY and not sampling.presence_penalty and not sampling.frequency_penalty:
+        return None
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    asked: dict[str, Any] = {name: getattr(sampling, name) for name in names}
+    return asked | {"done": done, "key": draw_key(spec.seed, spec.prompt_index, spec.choice_index)}
+
+
+@dataclass
+class Live:
+    sink: Callable[[str, Any], None]
+    aborted: bool = False
+    task: asyncio.Task | None = None
+    # No output comes any more.
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    # What the scheduler said when it let go of it.
+    ended: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class VllmEngine:
+    def __init__(self, client: Any, folder: str, models: list[str], staging_bytes: int):
+        config = client.vllm_config
+        self.client, self.models, self.folder, self.staging_bytes = client, models, folder, staging_bytes
+        self.block_size = config.cache_config.block_size
+        self.vocabulary = config.model_config.get_vocab_size()
+        self.by_priority = config.scheduler_config.policy == "priority"
+        self.ends = Ends(eos=eos_of(client), length_limit=config.model_config.max_model_len)
+        self.runs: dict[str, Live] = {}
+        # Slots of KV that came, until the engine has taken it or never will.
+        self.arrivals: dict[str, list[int]] = {}
+        self.exports: dict[str, VllmExport] = {}
+        self.exported = 0
+        self.aborts: set[asyncio.Task] = set()
+
+    async def meet(self) -> None:
+        """Connects to the engine's processes. They listen between steps only, so that one is computed."""
+        self.scheduler, self.worker = Dialed(self.folder, "scheduler"), Dialed(self.folder, "worker")
+        await self._warm()
+        loop = asyncio.get_running_loop()
+        hello = await asyncio.wait_for(loop.run_in_executor(None, self.worker.receive), 60)
+        slots = max(2, min(self.staging_bytes // hello["block_bytes"], hello["blocks"]))
+        self.staging = Staging.create(slots, hello["block_bytes"])
+        self.slots = Slots(slots)
+        self.worker.send_descriptor({"slots": slots}, self.staging.descriptor)
+        self.layout = Layout(hello["format"], self.block_size, hello["block_bytes"])
+        self.numerics_id = await loop.run_in_executor(None, numerics_of, self.client)
+        # With this the worker has the memory when the first blocks move. What vLLM compiles when it is first asked for takes seconds, in
+        # which a gateway would think that it hangs.
+        await self._warm(logprobs=1, extra_args={DRAWS_KEY: draws_of(Run("", [0], 0, Sampling(top_p=0.9, presence_penalty=0.1)), 0)})
+        for channel in (self.scheduler, self.worker):
+            channel.socket.setblocking(False)
+            loop.add_reader(channel.socket.fileno(), self._hear, channel)
+
+    async def _warm(self, **options: Any) -> None:
+        """A prefill and a step of decoding."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0, detokenize=False, **options)
+        async for _ in self.client.generate({"prompt_token_ids": [0]}, params, f"baton-{os.urandom(8).hex()}"):
+            pass
 
     def slot(self, index: int) -> memoryview: ...
     def status(self) -> tuple[int, int, int, int]: ...
