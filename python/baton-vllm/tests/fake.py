@@ -10,10 +10,10 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "src"))
 
 from baton_vllm import link
-from baton_vllm.engine import EndedRun, ExportError, Output, Staged
+from baton_vllm.engine import EndedRun, ExportError, Output, Staged, Status
 from baton_vllm.link import Identity
 from baton_vllm.replica import Replica
-from baton_vllm.staging import Slots
+from baton_vllm.staging import Signs, Slots
 from baton_vllm.wire import ALL, Ends, Entry, Hello, Kind, Layout, MoveTo, RequestName, Run, Sampling
 
 BLOCK, BLOCK_BYTES, VOCABULARY, LIMIT = 16, 96, 200, 2048
@@ -37,7 +37,7 @@ class FakeEngine:
     numerics_id = "fake-1"
     models = ["fake", "alias"]
     ends = Ends(eos=[], length_limit=LIMIT)
-    vocabulary = VOCABULARY
+    vocabulary, blocks, max_running, token_budget = VOCABULARY, 1000, 64, 2048
 
     def __init__(self, slots=64, step_s=0.0005):
         self.slots, self.memory, self.step_s = Slots(slots), bytearray(slots * BLOCK_BYTES), step_s
@@ -51,10 +51,7 @@ class FakeEngine:
         return memoryview(self.memory)[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
 
     def status(self):
-        return self.steps, 0, 0, len(self.runs)
-
-    def free_blocks(self):
-        return 1000
+        return Status(Signs(self.steps, 0, 1000, 500, 500), 0, len(self.runs))
 
     def start(self, run, spec, output, arrived, sink):
         tokens = spec.prompt + output

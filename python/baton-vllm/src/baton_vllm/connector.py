@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from . import compat
 from .channel import FOLDER_KEY, Listening
-from .staging import HEAD_BYTES, Staging
+from .staging import HEAD_BYTES, Signs, Staging
 
 # Of this size goes out in one step beside the last blocks: the neighbours' steps take longer by its copy.
 STEP_BYTES = 8 << 20
@@ -328,7 +328,7 @@ class WorkerHalf:
 
     def _tell(self, predicted_us: int, meta: Meta) -> None:
         if self.staging is not None:
-            self.staging.tell(self.steps, predicted_us, meta.free_blocks)
+            self.staging.tell(Signs(self.steps, predicted_us, meta.free_blocks, int(self.step_s * 1e6), int(self.token_s * 1e6)))
 
     def _meet(self) -> None:
         """Takes the staging memory from the API server, which makes it when it is up."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from .channel import Dialed
 from .draw_keys import DRAWS_KEY, draw_key
-from .staging import Slots, Staging
+from .staging import Signs, Slots, Staging
 from .wire import Ends, Entry, Layout, Run, Sampling
 
 log = logging.getLogger("vllm.baton")
@@ -27,6 +27,12 @@ DEFAULT_STAGING_BYTES = 1 << 30
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 # Below it vLLM takes the likeliest token.
 GREEDY = 1e-5
+
+
+class Status(NamedTuple):
+    signs: Signs
+    waiting: int
+    running: int
 
 
 class Arrived(NamedTuple):
@@ -84,11 +90,15 @@ class Engine(Protocol):
     models: list[str]
     ends: Ends
     vocabulary: int
+    # Of its KV cache.
+    blocks: int
+    # Requests and tokens of one step, at most.
+    max_running: int
+    token_budget: int
     slots: Slots
 
     def slot(self, index: int) -> memoryview: ...
-    def status(self) -> tuple[int, int, int, int]: ...
-    def free_blocks(self) -> int: ...
+    def status(self) -> Status: ...
     def start(self, run: str, spec: Run, output: list[int], arrived: Arrived | None, sink: Callable[[str, Any], None]) -> None: ...
     def abort(self, run: str) -> None: ...
     def export(self, run: str, first: int) -> Export: ...
@@ -121,7 +131,9 @@ class VllmEngine:
         self.client, self.models, self.folder, self.staging_bytes = client, models, folder, staging_bytes
         self.block_size = config.cache_config.block_size
         self.vocabulary = config.model_config.get_vocab_size()
-        self.by_priority = config.scheduler_config.policy == "priority"
+        scheduler = config.scheduler_config
+        self.by_priority = scheduler.policy == "priority"
+        self.max_running, self.token_budget = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
         self.ends = Ends(eos=eos_of(client), length_limit=config.model_config.max_model_len)
         self.runs: dict[str, Live] = {}
         # Slots of KV that came, until the engine has taken it or never will.
@@ -136,7 +148,8 @@ class VllmEngine:
         await self._warm()
         loop = asyncio.get_running_loop()
         hello = await asyncio.wait_for(loop.run_in_executor(None, self.worker.receive), 60)
-        slots = max(2, min(self.staging_bytes // hello["block_bytes"], hello["blocks"]))
+        self.blocks = hello["blocks"]
+        slots = max(2, min(self.staging_bytes // hello["block_bytes"], self.blocks))
         self.staging = Staging.create(slots, hello["block_bytes"])
         self.slots = Slots(slots)
         self.worker.send_descriptor({"slots": slots}, self.staging.descriptor)
@@ -150,16 +163,15 @@ class VllmEngine:
             loop.add_reader(channel.socket.fileno(), self._hear, channel)
 
     async def _warm(self, **options: Any) -> None:
-        """A prefill and a step of decoding."""
+        """A prefill of many tokens and a step of decoding."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0, detokenize=False, **options)
-        async for _ in self.client.generate({"prompt_token_ids": [0]}, params, f"baton-{os.urandom(8).hex()}"):
+        async for _ in self.client.generate({"prompt_token_ids": [0] * 64}, params, f"baton-{os.urandom(8).hex()}"):
             pass
 
     def slot(self, index: int) -> memoryview: ...
-    def status(self) -> tuple[int, int, int, int]: ...
-    def free_blocks(self) -> int: ...
+    def status(self) -> Status: ...
     def start(self, run: str, spec: Run, output: list[int], arrived: Arrived | None, sink: Callable[[str, Any], None]) -> None: ...
     def abort(self, run: str) -> None: ...
     def export(self, run: str, first: int) -> Export: ...
@@ -192,7 +204,9 @@ class VllmEngine:
         self.client, self.models, self.folder, self.staging_bytes = client, models, folder, staging_bytes
         self.block_size = config.cache_config.block_size
         self.vocabulary = config.model_config.get_vocab_size()
-        self.by_priority = config.scheduler_config.policy == "priority"
+        scheduler = config.scheduler_config
+        self.by_priority = scheduler.policy == "priority"
+        self.max_running, self.token_budget = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
         self.ends = Ends(eos=eos_of(client), length_limit=config.model_config.max_model_len)
         self.runs: dict[str, Live] = {}
         # Slots of KV that came, until the engine has taken it or never will.
@@ -207,7 +221,8 @@ class VllmEngine:
         await self._warm()
         loop = asyncio.get_running_loop()
         hello = await asyncio.wait_for(loop.run_in_executor(None, self.worker.receive), 60)
-        slots = max(2, min(self.staging_bytes // hello["block_bytes"], hello["blocks"]))
+        self.blocks = hello["blocks"]
+        slots = max(2, min(self.staging_bytes // hello["block_bytes"], self.blocks))
         self.staging = Staging.create(slots, hello["block_bytes"])
         self.slots = Slots(slots)
         self.worker.send_descriptor({"slots": slots}, self.staging.descriptor)
@@ -228,13 +243,9 @@ class VllmEngine:
     def slot(self, index: int) -> memoryview:
         return self.staging.slot(index)
 
-    def status(self) -> tuple[int, int, int, int]:
-        """Steps that ended, µs that the running one is expected to take, requests that wait and that run."""
-        steps, predicted_us, _ = self.staging.told()
-        return steps, predicted_us, 0, self.client.get_num_unfinished_requests()
-
-    def free_blocks(self) -> int:
-        return self.staging.told()[2]
+    def status(self) -> Status:
+        signs = self.staging.told()
+        return Status(signs, waiting=0, running=self.client.get_num_unfinished_requests())
 
     # Runs.
 

@@ -204,7 +204,7 @@ class Target:
     async def take(self, plan: Plan) -> None:
         self._check_plan(plan)
         needed = blocks_of(len(plan.tokens), self.size)
-        free = self.engine.free_blocks()
+        free = self.engine.status().signs.free_blocks
         if needed > free:
             raise Refuse({"NoRoom": [needed, free]})
         if not self._grow(needed + MARGIN_BLOCKS) and not self._grow(needed):

@@ -104,18 +104,33 @@ class Replica:
         self.log = logging.getLogger("vllm.baton")
 
     def report(self) -> dict:
-        """What a gateway finds it by."""
-        layout = self.engine.layout
+        """What a gateway finds it by: as of Baton's own replicas, though of a vLLM engine it reads where requests move alone."""
+        layout, engine = self.engine.layout, self.engine
+        signs, waiting, running = engine.status()
+        # A step's time as vLLM's worker measured it, as far as it can be told apart.
+        step = {"fixed_s": signs.step_us / 1e6, "per_token_s": signs.token_us / 1e6, "per_attended_s": 0.0, "per_kv_token_s": 0.0, "weights_s": 0.0}
         return {
             "id": self.name,
             "incarnation": self.place.incarnation,
             "engine": "vllm",
-            "model": self.engine.models[0],
-            "numerics_id": self.engine.numerics_id,
+            "model": engine.models[0],
+            "numerics_id": engine.numerics_id,
             "block_size": layout.block_size,
-            "max_model_len": self.engine.ends.length_limit,
-            "steps": self.engine.status()[0],
-            "held": {"requests": len(self.requests), "slots": self.engine.slots.total - len(self.engine.slots.free)},
+            "kv_blocks_total": engine.blocks,
+            "kv_blocks_free": signs.free_blocks,
+            "waiting": waiting,
+            "running": running,
+            "prefill_backlog_tokens": 0,
+            "max_model_len": engine.ends.length_limit,
+            "max_running": engine.max_running,
+            "token_budget": engine.token_budget,
+            "time_scale": 1.0,
+            "step": step,
+            "step_prior": step,
+            "step_error": 0.0,
+            "steps": signs.steps,
+            "kv_events": None,
+            "held": {"requests": len(self.requests), "slots": engine.slots.total - len(engine.slots.free)},
             "migration": {
                 "replica": self.place.replica,
                 "control_address": self.control_address,
@@ -343,7 +358,8 @@ class Replica:
 
     def _perform(self, output: Any) -> None:
         if isinstance(output, of_seats.Heartbeat):
-            self._send(output.gateway, Kind.HEARTBEAT, output.sequence, *self.engine.status())
+            signs, waiting, running = self.engine.status()
+            self._send(output.gateway, Kind.HEARTBEAT, output.sequence, signs.steps, signs.predicted_us, waiting, running)
         elif isinstance(output, of_seats.AllHeld):
             self._send(output.gateway, Kind.ALL_HELD)
         elif isinstance(output, of_seats.ToGateway):

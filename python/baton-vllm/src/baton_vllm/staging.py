@@ -7,10 +7,24 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from typing import NamedTuple
 
 HEAD_BYTES = 4096
-# Steps that have ended; microseconds that the running one is expected to take, 0 when none runs; KV blocks that can be had.
-HEAD = struct.Struct("<QQQ")
+HEAD = struct.Struct("<QQQQQ")
+
+
+class Signs(NamedTuple):
+    """Of life, as the worker tells them. Spans in microseconds."""
+
+    # That have ended.
+    steps: int
+    # Of the step that runs; 0 when none does.
+    predicted_us: int
+    # That can be had.
+    free_blocks: int
+    # Moving averages: of a step, and of a token in steps of many.
+    step_us: int
+    token_us: int
 
 
 class Staging:
@@ -29,11 +43,11 @@ class Staging:
         start = HEAD_BYTES + index * self.block_bytes
         return self.bytes[start : start + self.block_bytes]
 
-    def tell(self, steps: int, predicted_us: int, free_blocks: int) -> None:
-        HEAD.pack_into(self.map, 0, steps, predicted_us, free_blocks)
+    def tell(self, signs: Signs) -> None:
+        HEAD.pack_into(self.map, 0, *signs)
 
-    def told(self) -> tuple[int, int, int]:
-        return HEAD.unpack_from(self.map, 0)
+    def told(self) -> Signs:
+        return Signs(*HEAD.unpack_from(self.map, 0))
 
 
 class Slots:
