@@ -13,7 +13,7 @@ use tokio::net::TcpListener;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::{
-    gateway::{Gateway, News, Stream, same},
+    gateway::{Gateway, News, Stream},
     suite::{Suite, movable, random},
     verdict::{Checked, Unmet, demand, failed, skipped},
 };
@@ -209,7 +209,7 @@ async fn goes_on(gateway: &mut Gateway, stream: &mut Stream, suite: &Suite, spec
     gateway.acknowledge(stream).await?;
     gateway.finish(stream).await?;
     gateway.end(stream).await?;
-    same(&stream.entries, &suite.alone(spec).await?)
+    suite.same(&stream.entries, &suite.alone(spec).await?)
 }
 
 impl Departure {

@@ -37,6 +37,9 @@ struct Args {
     /// Where a replica reports by HTTP (GET /baton/v1/replica), once for each: its pool must be in the end as it was
     #[arg(long, value_name = "HOST:PORT")]
     http: Vec<String>,
+    /// By how much log-probabilities may differ between runs: for engines in which they depend on what shares a step
+    #[arg(long, default_value_t = 0.0, value_name = "NATS")]
+    tolerance: f32,
     /// Only cases whose name contains this
     #[arg(long, value_name = "TEXT")]
     only: Vec<String>,
@@ -68,6 +71,7 @@ async fn check(args: Args) -> anyhow::Result<bool> {
         output: args.output,
         http: args.http,
         long: args.long,
+        tolerance: args.tolerance,
         ..Options::new(&args.replica, &args.model)
     };
     let reached = tokio::net::TcpStream::connect(&args.replica).await;

@@ -21,7 +21,7 @@ use tokio::{
 };
 
 use crate::{
-    gateway::{Gateway, Stream},
+    gateway::{Gateway, Stream, same_within},
     verdict::{Checked, failed, skipped},
 };
 
@@ -48,6 +48,8 @@ pub struct Options {
     pub long: bool,
     /// What does not come within this does not come.
     pub patience: Duration,
+    /// By how much log-probabilities of the same token may differ between runs: above 0 for engines in which they depend on what shares a step.
+    pub tolerance: f32,
 }
 
 impl Options {
@@ -64,6 +66,7 @@ impl Options {
             http: Vec::new(),
             long: false,
             patience: Duration::from_secs(20),
+            tolerance: 0.0,
         }
     }
 }
@@ -86,6 +89,11 @@ impl Suite {
             reports.push(report(address, options.patience).await?);
         }
         Ok(Self { options, alone: Mutex::default(), reports })
+    }
+
+    /// The same tokens, log-probabilities and finish: what a move must not change.
+    pub(crate) fn same(&self, moved: &[OutputEntry], alone: &[OutputEntry]) -> Checked {
+        same_within(moved, alone, self.options.tolerance)
     }
 
     pub(crate) fn patience(&self) -> Duration {

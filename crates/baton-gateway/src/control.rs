@@ -57,8 +57,18 @@ impl Drop for TaskGuard {
 
 /// Watches one engine for as long as it is part of the fleet.
 pub(crate) async fn watch(fleet: Arc<Fleet>, engine: Arc<Engine>) {
-    let mut watcher =
-        Watcher { fleet, engine, unanswered: 0, models_at: None, former: None, events: None, link: None, trust: Trust::Trusted };
+    let mut watcher = Watcher {
+        fleet,
+        engine,
+        unanswered: 0,
+        models_at: None,
+        former: None,
+        beside: None,
+        asks_beside: true,
+        events: None,
+        link: None,
+        trust: Trust::Trusted,
+    };
     let mut pause = PROBE_EVERY;
     loop {
         let asked_at = watcher.fleet.clock.now();
@@ -86,6 +96,9 @@ struct Watcher {
     models_at: Option<Time>,
     /// What was known of the engine's life before the gateway started, until it joins.
     former: Option<Arc<Former>>,
+    /// Where what runs beside an engine of another kind takes part in migration, and whether that is still to be asked in this life.
+    beside: Option<Destination>,
+    asks_beside: bool,
     events: Option<(kv_events::Stream, TaskGuard)>,
     link: Option<(Destination, TaskGuard)>,
     /// As the operator was told last.
@@ -111,13 +124,15 @@ impl Watcher {
             if began {
                 self.compare_tokens().await;
             }
+            self.asks_beside |= began;
+            self.look_beside().await;
         }
         self.tell_router(&sighting, life, began, asked_at);
         self.fleet.take_in(self.engine.id).await;
         self.tell_trust();
         self.engine.lines.prune();
         self.follow_events(life);
-        self.attach(sighting.migration);
+        self.attach(sighting.migration.or_else(|| self.beside.clone()));
     }
 
     /// Whether it gives nobody anything any more, though it says that it is well.
@@ -215,6 +230,17 @@ impl Watcher {
         }
         drop(facts);
         self.fleet.list_models();
+    }
+
+    /// Asks until it is answered, which is once for each life.
+    async fn look_beside(&mut self) {
+        if !self.asks_beside {
+            return;
+        }
+        match sighting::migration(&self.fleet.upstream, &self.engine, PROBE_TIMEOUT).await {
+            Ok(beside) => (self.beside, self.asks_beside) = (beside, false),
+            Err(error) => tracing::debug!(replica = %self.engine.name, %error, "no report of migration"),
+        }
     }
 
     /// Whether the engine makes the same tokens, which all rests on that is done with tokens here.

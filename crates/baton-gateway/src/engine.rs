@@ -21,7 +21,7 @@ use tokio_rustls::rustls::ClientConfig;
 
 use crate::{
     carry::link::Destination,
-    config::EngineConfig,
+    config::{EngineConfig, EngineKind},
     fleet::Found,
     line::{Address, Lines},
     pulse::Pulse,
@@ -337,6 +337,16 @@ impl Engine {
         self.facts().tokens != Agreement::Different
     }
 
+    /// Whether its answers can be made here from tokens, where it is reached over a control connection. Beside vLLM a program of others
+    /// speaks on it, so that only tokens which were compared count.
+    pub(crate) fn takes_tokens(&self) -> bool {
+        match self.config.kind {
+            EngineKind::Baton => self.knows_tokens(),
+            EngineKind::Vllm => self.facts().tokens == Agreement::Same,
+            EngineKind::Sglang | EngineKind::LlamaCpp | EngineKind::OpenAi => false,
+        }
+    }
+
     /// Names what decides the bits of its answers, as far as anybody has told.
     pub(crate) fn numerics(&self, model: &str) -> String {
         if let Some(name) = &self.config.numerics {
@@ -400,7 +410,7 @@ mod tests {
 
     #[test]
     fn who_fails_again_and_again_is_in_doubt_and_a_success_forgives() {
-        let config = EngineConfig::new("http://h:1".parse().unwrap(), crate::config::EngineKind::Vllm);
+        let config = EngineConfig::new("http://h:1".parse().unwrap(), EngineKind::Vllm);
         let engine = Engine::new(ReplicaId(0), Incarnation(0), config, None, 1);
         let in_doubt = |fault| {
             engine.failed(fault);

@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::{
     Checked, Suite,
-    gateway::{Gateway, News, Stream, same},
+    gateway::{Gateway, News, Stream},
     kv::{Brought, Going, announce, brought},
     suite::random,
     verdict::{demand, failed, skipped},
@@ -134,7 +134,7 @@ impl Arrival {
             }
         }
         self.gateway.end(&stream).await?;
-        same(&stream.entries, &suite.alone(&spec).await?)
+        suite.same(&stream.entries, &suite.alone(&spec).await?)
     }
 }
 

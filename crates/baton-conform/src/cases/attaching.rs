@@ -3,7 +3,7 @@ use baton_wire::migration::ControlFrame;
 
 use crate::{
     Checked, Suite,
-    gateway::{Gateway, Stream, same},
+    gateway::{Gateway, Stream},
     verdict::{demand, failed, skipped},
 };
 
@@ -74,7 +74,7 @@ async fn goes_on(suite: &Suite, gateway: &mut Gateway, stream: &mut Stream, outp
     stream.acknowledges = true;
     gateway.finish(stream).await?;
     gateway.end(stream).await?;
-    same(&stream.entries, &suite.alone(&suite.sampled(output)).await?)
+    suite.same(&stream.entries, &suite.alone(&suite.sampled(output)).await?)
 }
 
 pub(super) async fn held(suite: &Suite) -> Checked {

@@ -4,7 +4,6 @@ use baton_wire::migration::RunRequest;
 use crate::{
     Checked, Suite,
     fleet::Fleet,
-    gateway::same,
     verdict::{demand, skipped},
 };
 
@@ -15,7 +14,7 @@ async fn travels(suite: &Suite, spec: &RunRequest, to_and_fro: bool) -> Checked 
     let stops = if to_and_fro { &stops[..] } else { &stops[..1] };
     let sequence = fleet.travels(spec, stops).await?;
     let request = fleet.request(sequence);
-    same(&request.delivered, &alone)?;
+    suite.same(&request.delivered, &alone)?;
     demand!(request.scheduled == [fleet.replica], "SCHEDULED came from {:?}, and {} computed the prompt", request.scheduled, fleet.replica);
     let moves = request.moved.len();
     demand!(moves == stops.len(), "MOVED came {moves} times, and {} moves were made", stops.len());

@@ -3,7 +3,7 @@ use baton_wire::migration::{ControlFrame, FinishReason, OutputEntry, RunRequest}
 
 use crate::{
     Checked, Suite,
-    gateway::{Gateway, News, Stream, same, same_tokens},
+    gateway::{Gateway, News, Stream, same_tokens},
     verdict::{demand, failed, skipped},
 };
 
@@ -86,7 +86,7 @@ pub(super) async fn start_again(suite: &Suite) -> Checked {
     gateway.start(&stream, &[], &spec).await?;
     again(&mut gateway, &mut stream, 0).await?;
     ended(&mut gateway, &mut stream).await?;
-    same(&stream.entries, &suite.alone(&spec).await?)
+    suite.same(&stream.entries, &suite.alone(&spec).await?)
 }
 
 pub(super) async fn older_start(suite: &Suite) -> Checked {
@@ -102,7 +102,7 @@ pub(super) async fn older_start(suite: &Suite) -> Checked {
         }
     }
     ended(&mut gateway, &mut stream).await?;
-    same(&stream.entries, &suite.alone(&spec).await?)
+    suite.same(&stream.entries, &suite.alone(&spec).await?)
 }
 
 async fn continues(suite: &Suite, spec: &RunRequest) -> Checked {
@@ -135,7 +135,7 @@ pub(super) async fn higher_epoch(suite: &Suite) -> Checked {
     stream.entries.truncate(3);
     gateway.start(&stream, &delivered, &spec).await?;
     ended(&mut gateway, &mut stream).await?;
-    same(&stream.entries, &suite.alone(&spec).await?)
+    suite.same(&stream.entries, &suite.alone(&spec).await?)
 }
 
 pub(super) async fn other_entries(suite: &Suite) -> Checked {
@@ -200,7 +200,7 @@ pub(super) async fn keep(suite: &Suite) -> Checked {
     gateway.tell(stream.at, 1, ToSeat::Keep { epoch: Tag(1), next: 2 }).await?;
     again(&mut gateway, &mut stream, 2).await?;
     ended(&mut gateway, &mut stream).await?;
-    same(&stream.entries, &suite.alone(&spec).await?)
+    suite.same(&stream.entries, &suite.alone(&spec).await?)
 }
 
 pub(super) async fn keep_nothing(suite: &Suite) -> Checked {
@@ -254,7 +254,7 @@ pub(super) async fn flow_control(suite: &Suite) -> Checked {
     passes(suite, &mut gateway, &mut stream, 3).await?;
     demand!(stream.next() == stands, "it went on with 200 entries that were not acknowledged");
     ended(&mut gateway, &mut stream).await?;
-    same(&stream.entries, &suite.alone(&spec).await?)
+    suite.same(&stream.entries, &suite.alone(&spec).await?)
 }
 
 /// Another request of the same gateway runs from start to finish, whatever the first one does.
@@ -315,7 +315,7 @@ pub(super) async fn stop(suite: &Suite) -> Checked {
     gateway.start(&again, &[], &short).await?;
     gateway.finish(&mut again).await?;
     gateway.end(&again).await?;
-    same(&again.entries, &suite.alone(&short).await?)
+    suite.same(&again.entries, &suite.alone(&short).await?)
 }
 
 pub(super) async fn stop_below(suite: &Suite) -> Checked {
@@ -330,7 +330,7 @@ pub(super) async fn stop_below(suite: &Suite) -> Checked {
         }
     }
     ended(&mut gateway, &mut stream).await?;
-    same(&stream.entries, &suite.alone(&spec).await?)
+    suite.same(&stream.entries, &suite.alone(&spec).await?)
 }
 
 pub(super) async fn stop_all(suite: &Suite) -> Checked {

@@ -7,7 +7,7 @@ use baton_policy::{Discipline, LoadReport, ReplicaSpec};
 use baton_units::{BlockSize, Blocks, Incarnation, Time, Tokens};
 use baton_wire::{
     openai::{ModelCard, ModelList},
-    replica::{KvEventSource, Report},
+    replica::{KvEventSource, MigrationSource, Report},
 };
 use bytes::Bytes;
 use http::Method;
@@ -93,6 +93,25 @@ pub(super) async fn version(upstream: &Upstream, engine: &Engine, timeout: Durat
     }
     let body = get(upstream, engine, "/version", timeout).await.ok()?;
     read::<Version>(&body).ok().map(|answer| answer.version)
+}
+
+/// Where a vLLM engine takes part in migration, as what runs beside it tells (`python/baton-vllm`). A report that does not come says nothing.
+pub(super) async fn migration(upstream: &Upstream, engine: &Engine, timeout: Duration) -> Result<Option<Destination>, FetchError> {
+    #[derive(Deserialize)]
+    struct Beside {
+        incarnation: u64,
+        migration: Option<MigrationSource>,
+    }
+    if engine.config.kind != EngineKind::Vllm {
+        return Ok(None);
+    }
+    let beside: Beside = match get(upstream, engine, "/baton/v1/replica", timeout).await {
+        Ok(body) => read(&body)?,
+        // Nothing runs beside it.
+        Err(FetchError::Status(_)) => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    Ok(beside.migration.map(|source| Destination::of(&source, beside.incarnation)))
 }
 
 /// Where an engine publishes its KV events: as configured, else as vLLM tells.

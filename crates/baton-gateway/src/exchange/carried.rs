@@ -58,6 +58,8 @@ impl Exchange {
         let Some((service, numerics)) = self.carrier(engine) else { return false };
         let understood = match self.understand(&service) {
             Ok(understood) => understood,
+            // Such an engine does more over HTTP than can be said of tokens.
+            Err(_) if engine.config.kind == EngineKind::Vllm => return false,
             Err(error) => {
                 self.answer = Some(Refusal::Body(error).into_response());
                 self.session.handle(Input::Rejected { epoch: owner.epoch }, self.fleet.clock.now());
@@ -86,7 +88,7 @@ impl Exchange {
     /// By what the engine's answers are made here, and what its bits are called, if the request can be carried at all.
     fn carrier(&self, engine: &Engine) -> Option<(Arc<baton_openai::Service>, String)> {
         let admitted = &self.admitted;
-        if engine.config.kind != EngineKind::Baton || !admitted.exact || !engine.knows_tokens() {
+        if !admitted.exact || !engine.takes_tokens() {
             return None;
         }
         if engine.model(&admitted.live.model).is_some_and(|card| card.parent.is_some()) {

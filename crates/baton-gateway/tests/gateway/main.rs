@@ -1,6 +1,7 @@
 //! The gateway over real sockets, between a scripted engine and a client.
 #![allow(clippy::unwrap_used, reason = "tests and their helpers")]
 
+mod beside;
 mod connections;
 mod copies;
 mod discovery;

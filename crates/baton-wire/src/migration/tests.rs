@@ -222,6 +222,62 @@ fn a_proof_is_good_for_one_side_of_one_connection_and_one_key() {
     assert!(opened(Side::Dialer, 1) && !opened(Side::Listener, 1) && !opened(Side::Dialer, 2));
 }
 
+fn run_request() -> RunRequest {
+    RunRequest {
+        model: "m".to_owned(),
+        prompt: vec![1, 2, 3],
+        sampling: RunSampling { temperature: 0.5, logit_bias: vec![(5, -1.5)], max_tokens: Some(9), ..RunSampling::default() },
+        seed: u64::MAX,
+        choice_index: 2,
+        salt: Some("s".to_owned()),
+        ends: Some(RunEnds { eos: vec![2], length_limit: 12 }),
+        progress: RunProgress { computed: 4, age_us: 77, cached: Some(1), ..RunProgress::default() },
+        ..RunRequest::default()
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Each frame twice, without a key and with one; then what else has bytes of its own.
+fn golden() -> String {
+    let mut lines = Vec::new();
+    for (name, key) in [("plain", None), ("sealed", Some(key()))] {
+        let mut sealer = Sealer::new(key);
+        let mut line = |seal: &dyn Fn(&mut Sealer, &mut Vec<u8>)| {
+            let mut bytes = Vec::new();
+            seal(&mut sealer, &mut bytes);
+            lines.push(format!("{name} {}", hex(&bytes)));
+        };
+        control_frames().iter().for_each(|frame| line(&|sealer, bytes| frame.seal(sealer, bytes)));
+        kv_frames().iter().for_each(|frame| line(&|sealer, bytes| frame.seal(sealer, bytes)));
+    }
+    let header = BlockHeader { index: 3, tokens: 16, checksum: 77 };
+    let (before, mac) = KvFrame::seal_block(header, 100, &mut Sealer::new(Some(key())));
+    lines.push(format!("block {} {}", hex(&before), hex(&mac.expect("there is a key"))));
+    lines.push(format!("run {}", hex(&run_request().to_bytes())));
+    let to = MoveTo { kv_address: "127.0.0.1:1".to_owned(), nonce: [200; 16] };
+    lines.push(format!("move-to {}", hex(&to.to_bytes())));
+    let transcript = Transcript { dialer: hello(1).to_bytes(), listener: hello(200).to_bytes() };
+    lines.push(format!("hellos {} {}", hex(&transcript.dialer), hex(&transcript.listener)));
+    let fleet = FleetKey::new("secret");
+    for side in [Side::Dialer, Side::Listener] {
+        let mut bytes = Vec::new();
+        ControlFrame::AllHeld.seal(&mut Sealer::new(Some(fleet.frame_key(side, &transcript))), &mut bytes);
+        lines.push(format!("{side:?} {} {}", hex(&fleet.proof(side, &transcript)), hex(&bytes)).to_lowercase());
+    }
+    lines.join("\n") + "\n"
+}
+
+/// By these an implementation in another language knows that it reads and writes the same (`python/baton-vllm/tests`).
+#[test]
+fn the_bytes_are_those_that_others_are_tested_with() {
+    let written = include_str!("../../tests/fixtures/migration-1.txt");
+    let golden = golden();
+    assert!(golden == written, "tests/fixtures/migration-1.txt should be:\n{golden}");
+}
+
 #[derive(serde::Serialize)]
 struct Least {
     model: &'static str,
@@ -231,17 +287,7 @@ struct Least {
 
 #[test]
 fn what_to_run_comes_out_as_it_went_in_and_needs_only_what_has_no_default() {
-    let run = RunRequest {
-        model: "m".to_owned(),
-        prompt: vec![1, 2, 3],
-        sampling: RunSampling { temperature: 0.7, logit_bias: vec![(5, -1.5)], max_tokens: Some(9), ..RunSampling::default() },
-        seed: u64::MAX,
-        choice_index: 2,
-        salt: Some("s".to_owned()),
-        ends: Some(RunEnds { eos: vec![2], length_limit: 12 }),
-        progress: RunProgress { computed: 4, age_us: 77, cached: Some(1), ..RunProgress::default() },
-        ..RunRequest::default()
-    };
+    let run = run_request();
     assert_eq!(RunRequest::from_bytes(&run.to_bytes()), Ok(run));
     let bytes = rmp_serde::to_vec_named(&Least { model: "m", prompt: vec![1], seed: 7 }).unwrap();
     let least = RunRequest { model: "m".to_owned(), prompt: vec![1], seed: 7, ..RunRequest::default() };
