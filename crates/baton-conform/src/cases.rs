@@ -98,6 +98,7 @@ pub const CASES: &[Case] = cases![
     92 "a request moves to and fro" moving::to_and_fro,
     93 "what the target holds of the prefix is not sent to it again" moving::held,
     94 "a client that leaves during the copy frees both" moving::cancelled,
+    95 "whole blocks of public tokens are found under any salt, and nothing behind them" prefixes::public_tokens,
     100 "COPY brings a cached prefix to the peer, which finds it" prefixes::between_two,
     101 "COPY of what is not cached is ABORTED" prefixes::not_cached,
     102 "a holder opens, brings every block and an end, and tells what is there" prefixes::holder_brings,

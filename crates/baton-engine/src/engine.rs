@@ -7,7 +7,7 @@ mod target;
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use baton_cost::{Calibrator, StepLoad};
-use baton_kv::{BlockId, CacheDomain, KeyDomain, KvEvent, KvPool, chain_keys};
+use baton_kv::{BlockId, CacheDomain, KeyDomain, KvEvent, KvPool};
 use baton_units::{RequestId, Time, Tokens};
 
 use crate::{
@@ -304,7 +304,7 @@ impl Engine {
             choice: request.first_choice,
             computed: 0,
             scheduled: 0,
-            keys: chain_keys(domain.root(), &tokens, self.config.block_size),
+            keys: domain.keys(&tokens, self.config.block_size),
             table: None,
             cached: None,
             forked: false,
@@ -331,11 +331,14 @@ impl Engine {
     }
 
     fn domain(&self, request: &NewRequest) -> Arc<CacheDomain> {
-        self.domain_of(request.adapter.as_deref(), request.salt.as_deref())
+        // Output is never public, whatever a request says.
+        let public = request.public.min(Tokens(request.prompt.len() as u32));
+        self.domain_of(request.adapter.as_deref(), request.salt.as_deref(), public)
     }
 
-    fn domain_of(&self, adapter: Option<&str>, salt: Option<&str>) -> Arc<CacheDomain> {
-        Arc::new(CacheDomain::new(KeyDomain { model: &self.config.model, adapter, salt }))
+    fn domain_of(&self, adapter: Option<&str>, salt: Option<&str>, public: Tokens) -> Arc<CacheDomain> {
+        let domain = KeyDomain { model: &self.config.model, adapter, salt };
+        Arc::new(CacheDomain::with_public(domain, public.full_blocks(self.config.block_size)))
     }
 
     fn suppressed(&self, request: &NewRequest) -> Vec<u32> {

@@ -143,6 +143,8 @@ pub struct Prefix {
     pub tokens: Vec<u32>,
     pub adapter: Option<String>,
     pub salt: Option<String>,
+    /// As in a [request](NewRequest::public).
+    pub public: Tokens,
 }
 
 /// What a target has prepared.

@@ -20,6 +20,8 @@ pub struct NewRequest {
     pub adapter: Option<String>,
     /// Only requests of the same salt share cached prefixes.
     pub salt: Option<String>,
+    /// Leading tokens of the prompt that are no secret: the salt counts from the first block on that is not wholly of them.
+    pub public: Tokens,
 }
 
 impl NewRequest {
@@ -36,6 +38,7 @@ impl NewRequest {
             priority: Priority::default(),
             adapter: None,
             salt: None,
+            public: Tokens::ZERO,
         }
     }
 }

@@ -19,6 +19,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::{
+    api::metrics_page,
     config::EngineKind,
     engine::{Engine, Health},
     fleet::Fleet,
@@ -32,6 +33,19 @@ const DECISIONS_DEFAULT: usize = 100;
 const RESET_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(crate) fn routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
+    guarded(shared, api_routes())
+}
+
+/// As [`routes`], at an address of their own.
+pub(crate) fn own_routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
+    guarded(shared, api_routes().route("/metrics", get(metrics_page)))
+}
+
+fn guarded(shared: &Arc<Shared>, routes: Router<Arc<Shared>>) -> Router<Arc<Shared>> {
+    routes.route_layer(from_fn_with_state(shared.clone(), authorize))
+}
+
+fn api_routes() -> Router<Arc<Shared>> {
     Router::new()
         .route("/baton/v1/fleet", get(fleet))
         .route("/baton/v1/requests", get(requests))
@@ -44,20 +58,26 @@ pub(crate) fn routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
         .route("/baton/v1/policy", get(policy).put(set_policy))
         .route("/baton/v1/reset", post(reset))
         .route("/baton/v1/openapi.json", get(openapi))
-        .route_layer(from_fn_with_state(shared.clone(), authorize))
 }
 
-/// Without a key the API is there on a loopback address only.
 async fn authorize(State(shared): State<Arc<Shared>>, request: Request, next: Next) -> Response {
+    match admit(&shared, request.headers(), shared.is_loopback()) {
+        Ok(()) => next.run(request).await,
+        Err(refusal) => refusal.into_response(),
+    }
+}
+
+/// Whether who sent these headers may see what operators see. Without a key that is so at a loopback address only.
+pub(crate) fn admit(shared: &Shared, headers: &HeaderMap, at_loopback: bool) -> Result<(), Refusal> {
     let allowed = match &shared.fleet.front().admin_key {
         Some(key) => {
-            let given = request.headers().get(header::AUTHORIZATION).and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
+            let given = headers.get(header::AUTHORIZATION).and_then(|value| value.as_bytes().strip_prefix(b"Bearer "));
             given.is_some_and(|given| equal_in_constant_time(given, key.reveal().as_bytes()))
         }
-        None if shared.is_loopback() => !is_from_elsewhere(request.headers()),
-        None => return Refusal::NoSuchPath.into_response(),
+        None if at_loopback => !is_from_elsewhere(headers),
+        None => return Err(Refusal::NoSuchPath),
     };
-    if allowed { next.run(request).await } else { Refusal::Unauthorized.into_response() }
+    if allowed { Ok(()) } else { Err(Refusal::Unauthorized) }
 }
 
 /// A web page of another site, in a browser on this machine: it would name its own origin, or reach us under its own host name.

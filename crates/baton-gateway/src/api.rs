@@ -10,7 +10,7 @@ use axum::{
     routing::{any, get},
 };
 use baton_units::Tokens;
-use baton_wire::openai::{ErrorBody, ModelCard, ModelList};
+use baton_wire::openai::{ErrorBody, ModelCard, ModelList, PublicTokens};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
@@ -20,6 +20,7 @@ use serde_json::json;
 use tokio::time::timeout;
 
 use crate::{
+    admin,
     config::FrontConfig,
     exchange::{self, Admitted},
     fleet::{Catalogue, Listed, Stage},
@@ -30,6 +31,7 @@ use crate::{
     passthrough,
     prompt::{KeyChain, Tokenized},
     refusal::{NO_REPLICA_RETRY, Refusal},
+    tenants::Padding,
 };
 
 pub(crate) fn routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
@@ -121,8 +123,8 @@ async fn admit(
         intake.belong_to(grant.tenant());
     }
     let catalogue = fleet.catalogue();
-    let Listed { card, lacking } = choose_model(&catalogue, intake.model.as_deref())?;
-    let mut tokenized = shared.tokenization.tokenize(&intake.prompt).await;
+    let Listed { card, lacking, takes_public } = choose_model(&catalogue, intake.model.as_deref())?;
+    let mut tokenized = shared.tokenization.tokenize(&intake.prompt, intake.text_domain).await;
     let prompt = believable(&tokenized, catalogue.longest_context);
     if let Some(grant) = &mut grant {
         grant.reserve(u64::from(prompt.0) + intake.output_max().unwrap_or(0))?;
@@ -130,10 +132,19 @@ async fn admit(
     // Blocks that no replica can hold would stay in the books of the one that refuses them.
     tokenized.tokens.truncate(prompt.0 as usize);
     let adapter = card.parent.is_some().then_some(card.id.as_str());
-    let chain = KeyChain::new(adapter, intake.salt.as_deref(), fleet.block_size(), tokenized.tokens);
+    // Of several prompts each would have a public part of its own.
+    if *takes_public && tokenized.exact && tokenized.further.is_empty() && intake.salt.is_some() {
+        let prefixes = fleet.public_prefixes();
+        let public = prefixes.of(&tokenized.tokens);
+        intake.public = (!public.is_empty()).then(|| PublicTokens::new(public));
+    }
+    let public = intake.public.map_or(Tokens::ZERO, |public| public.of(&tokenized.tokens));
+    let chain = KeyChain::new(adapter, intake.salt.as_deref(), public, fleet.block_size(), tokenized.tokens);
+    let padding = grant.as_ref().and_then(|grant| grant.tenant().padding(&chain, arrived));
+    let padding = if tokenized.further.is_empty() { padding } else { padding.map(Padding::beside_others) };
     fleet.metrics.intake(fleet.clock.now().since(arrived));
     let live = Arc::new(Live::new(id, client_id.to_owned(), card.id.clone(), arrived, prompt));
-    Ok(Admitted { intake, live, chain, further: tokenized.further, exact: tokenized.exact, excluded: lacking.clone(), grant })
+    Ok(Admitted { intake, live, chain, further: tokenized.further, exact: tokenized.exact, excluded: lacking.clone(), grant, padding })
 }
 
 /// The whole body, within its limits.
@@ -229,7 +240,18 @@ async fn ready(State(shared): State<Arc<Shared>>) -> Response {
     (StatusCode::SERVICE_UNAVAILABLE, Json(json!({ "status": reason }))).into_response()
 }
 
-async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
+/// Tenants must not see each other's numbers, of which some show what is cached: where there are any, the page is their operator's.
+async fn metrics(State(shared): State<Arc<Shared>>, headers: HeaderMap) -> Response {
+    if !shared.fleet.tenants().is_open() {
+        let at_loopback = shared.fleet.front().admin_bind.is_none() && shared.is_loopback();
+        if let Err(refusal) = admin::admit(&shared, &headers, at_loopback) {
+            return refusal.into_response();
+        }
+    }
+    metrics_page(State(shared)).await
+}
+
+pub(crate) async fn metrics_page(State(shared): State<Arc<Shared>>) -> Response {
     let page = shared.fleet.metrics.render(&shared.fleet, shared.tokenization.cached_bytes());
     ([(http::header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], page).into_response()
 }

@@ -4,12 +4,13 @@
 use std::collections::BTreeSet;
 
 use baton_session::Fault;
+use baton_units::Tokens;
 use baton_wire::{
     openai::{ErrorBody, Usage},
     sse,
 };
 use bytes::Bytes;
-use serde_json::value::RawValue;
+use serde_json::{Value, value::RawValue};
 
 use crate::{
     intake::{Api, Wishes},
@@ -50,6 +51,29 @@ impl Piece {
     pub(crate) fn is_abort(&self) -> bool {
         self.finish.as_deref() == Some("abort")
     }
+}
+
+impl Chunk<'_> {
+    /// Hides what of the prompt was cached beyond so many tokens.
+    pub(crate) fn show_cached(&mut self, most: Tokens) {
+        show_cached(&mut self.object, most);
+        self.usage = self.object.read("usage").ok().flatten();
+    }
+}
+
+/// The answer with no more than so many tokens of the prompt shown as cached; `None` where it shows no more.
+pub(crate) fn with_cached_at_most(answer: &[u8], most: Tokens) -> Option<Bytes> {
+    let mut object: RawObject<'_> = serde_json::from_slice(answer).ok()?;
+    show_cached(&mut object, most).then(|| object.to_vec().into())
+}
+
+fn show_cached(object: &mut RawObject<'_>, most: Tokens) -> bool {
+    let Ok(Some(mut usage)) = object.read::<Value>("usage") else { return false };
+    let cached = usage.pointer_mut("/prompt_tokens_details/cached_tokens");
+    let Some(cached) = cached.filter(|cached| cached.as_u64() > Some(most.0.into())) else { return false };
+    *cached = most.0.into();
+    object.set("usage", &usage);
+    true
 }
 
 impl<'a> Reading<'a> {
@@ -219,6 +243,22 @@ mod tests {
         assert_eq!(counted(Api::Chat, r#"{"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}"#), 0);
         assert_eq!(counted(Api::Chat, r#"{"choices":[{"index":1,"delta":{"content":null,"tool_calls":[{"index":0}]}}]}"#), 1);
         assert!(piece(Api::Completions, r#"{"choices":[{"index":0,"text":"","finish_reason":"abort"}]}"#).is_abort());
+    }
+
+    #[test]
+    fn what_was_cached_is_shown_up_to_a_bound() {
+        let usage = |cached: u32| {
+            format!(
+                r#"{{"usage":{{"completion_tokens":1,"prompt_tokens":90,"prompt_tokens_details":{{"cached_tokens":{cached}}},"total_tokens":91}}}}"#
+            )
+        };
+        let (much, little) = (usage(80), usage(16));
+        let mut seen = chunk(Api::Chat, &much);
+        seen.show_cached(Tokens(16));
+        assert_eq!((seen.usage.unwrap().cached_tokens(), seen.object.to_vec()), (Some(16), little.clone().into_bytes()));
+        assert_eq!(with_cached_at_most(much.as_bytes(), Tokens(16)).unwrap(), little);
+        assert_eq!(with_cached_at_most(little.as_bytes(), Tokens(16)), None);
+        assert_eq!(with_cached_at_most(br#"{"usage":null}"#, Tokens(0)), None);
     }
 
     #[test]

@@ -35,7 +35,7 @@ pub use self::{
     read::{ConfigError, Fault},
     reference::{reference, skeleton},
     reload::Reloaded,
-    values::{KeyHash, NotAHash, Secret},
+    values::{KeyHash, NotAHash, Secret, Text},
 };
 use crate::{engine::BaseUrl, prompt::KEY_MODEL, reserved::PRIORITY_MAX, tls::Authorities};
 
@@ -49,6 +49,7 @@ pub struct GatewayConfig {
     pub moves: MovesConfig,
     pub discovery: Vec<DiscoveryConfig>,
     pub tenants: Vec<TenantConfig>,
+    pub public_prefixes: Vec<PublicPrefixConfig>,
 }
 
 /// The front door and its bounds.
@@ -270,6 +271,12 @@ pub struct TenantConfig {
     /// `none`: prefixes are shared with all tenants that say so, too. Default `salt`; what is shared is computed once for each tenant.
     #[serde(default)]
     pub isolation: Isolation,
+    /// Holds the first token of a prompt that the tenant did not send itself of late back to where it would be had nobody else sent it: by what a
+    /// prefix saves that another tenant brought, and then to the end of a span of this length, so that its clients cannot tell from their
+    /// times what others sent where prefixes are shared. The rest of the answer comes as much later. Longer: less can be told from prices
+    /// that are not exact, and new prompts wait longer, by half of it on average. Default: none, nothing is held back.
+    #[serde(default, with = "values::some_duration")]
+    pub ttft_padding: Option<Duration>,
     /// Its part of the fleet where requests wait: of two tenants with requests of equal importance waiting all along, one gets so many times the
     /// other's service, prompts that are computed and twice their output in tokens. Default 1.
     #[serde(default = "equal_weight")]
@@ -284,6 +291,21 @@ pub struct TenantConfig {
     /// Requests at once, those that wait in the gateway included; more are refused with 429. Default: any number.
     #[serde(default)]
     pub concurrency: Option<u32>,
+}
+
+/// A beginning of prompts that is no secret, such as a system prompt; the table comes once for each. Its KV is computed and held once for all
+/// tenants, and what follows it is each tenant's own, as its `isolation` says: salts count from the first block on that is not wholly of
+/// the prefix. Only `baton` engines can do that: requests for a model that others serve, too, are salted from their first token on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Documented, DocumentedFields)]
+#[serde(deny_unknown_fields)]
+pub struct PublicPrefixConfig {
+    /// System prompt with which chats begin, as text or `{ file = "PATH" }`, which is read again on SIGHUP. Tools and template arguments
+    /// that change what is before its end make it another one.
+    #[serde(default)]
+    pub system: Option<Text>,
+    /// Text with which prompts of completions begin, likewise.
+    #[serde(default)]
+    pub text: Option<Text>,
 }
 
 fn equal_weight() -> f64 {
@@ -425,6 +447,7 @@ impl TenantConfig {
             priority_max: None,
             classes: Vec::new(),
             isolation: Isolation::default(),
+            ttft_padding: None,
             weight: equal_weight(),
             requests_per_minute: None,
             tokens_per_minute: None,
@@ -511,6 +534,11 @@ impl EngineKind {
     /// `cache_salt` separates prefix caches.
     pub fn takes_salt(self) -> bool {
         matches!(self, Self::Baton | Self::Vllm | Self::Sglang)
+    }
+
+    /// A salt may count from a later token than the first on (`cache_public`).
+    pub fn takes_public(self) -> bool {
+        matches!(self, Self::Baton)
     }
 
     /// It reports fitted step coefficients itself.

@@ -3,6 +3,7 @@
 
 mod carried;
 mod copy;
+mod lag;
 mod outlet;
 mod record;
 mod resumed;
@@ -18,6 +19,7 @@ use std::{
 };
 
 use axum::body::Body;
+use baton_kv::BlockKey;
 use baton_policy::{Arrival, Outcome, Placed, Verdict};
 use baton_session::{Action, Answer, End, Epoch, Fault, Input, Limits, Offer, Owner, Session, SessionConfig};
 use baton_units::{DurationMs, ReplicaId, Time, Tokens};
@@ -35,6 +37,7 @@ use tokio::{
 
 use self::{
     carried::Carrying,
+    lag::Lag,
     outlet::{Outlet, stream_response},
     record::Record,
     resumed::{Rest, Resumed},
@@ -42,7 +45,7 @@ use self::{
 use crate::{
     assemble::Assembler,
     carry::RunEvent,
-    chunk::{Chunk, ClientView, Reading},
+    chunk::{Chunk, ClientView, Reading, with_cached_at_most},
     engine::Engine,
     fleet::{Booked, Fleet, Placing, REPLICA_HEADER, Stage},
     intake::{Intake, Mode},
@@ -53,7 +56,7 @@ use crate::{
     pulse::Listener,
     refusal::{NO_REPLICA_RETRY, Refusal},
     reserved,
-    tenants::Grant,
+    tenants::{Grant, Padding},
     upstream::{Arrived, Attempt, Expect},
 };
 
@@ -74,6 +77,8 @@ pub(crate) struct Admitted {
     pub(crate) excluded: Vec<ReplicaId>,
     /// Of the client's tenant, where there are tenants.
     pub(crate) grant: Option<Grant>,
+    /// How the first token is held back, where it is.
+    pub(crate) padding: Option<Padding>,
 }
 
 /// Carries a request until its status is known; a stream goes on as the response's body. The client's connection drives it all, so an
@@ -81,8 +86,8 @@ pub(crate) struct Admitted {
 pub(crate) async fn run(fleet: Arc<Fleet>, admitted: Admitted) -> Response<Body> {
     let client_id = HeaderValue::from_str(&admitted.live.client_id);
     let mut exchange = Box::new(Exchange::new(fleet, admitted));
-    poll_fn(|context| exchange.poll_output(context)).await;
-    let whole = exchange.outlet.take_whole();
+    poll_fn(|context| exchange.poll_due(context)).await;
+    let whole = exchange.lag.take_whole();
     let replica = exchange.last_replica.and_then(|id| exchange.fleet.engine(id)).and_then(|engine| exchange.fleet.shown_name(&engine));
     let mut response = whole.unwrap_or_else(|| stream_response(Body::new(Stream(exchange))));
     if let Ok(id) = client_id {
@@ -102,10 +107,8 @@ impl http_body::Body for Stream {
     type Error = Infallible;
 
     fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
-        if !self.0.outlet.has_output() && !self.0.session.is_ended() {
-            ready!(self.0.poll_output(context));
-        }
-        Poll::Ready(self.0.outlet.take_events().map(|events| Ok(Frame::data(events))))
+        ready!(self.0.poll_due(context));
+        Poll::Ready(self.0.lag.take_events().map(|events| Ok(Frame::data(events))))
     }
 }
 
@@ -114,6 +117,12 @@ struct Exchange {
     admitted: Admitted,
     session: Session,
     outlet: Outlet,
+    /// What has left the outlet and not been taken yet.
+    lag: Lag,
+    /// The client sees the first token.
+    seen: bool,
+    /// Keys of prompt and output, for when the client has seen it all.
+    grown: Option<Arc<[BlockKey]>>,
     verdict: Option<oneshot::Receiver<Verdict>>,
     /// Placed, and its prefix is on the way.
     fetching: Option<copy::Fetching>,
@@ -145,6 +154,8 @@ struct Exchange {
     extensions: u32,
     last_replica: Option<ReplicaId>,
     timer: Timer,
+    /// Rings when more of the answer may be seen.
+    release: Timer,
     /// On the fleet's list; `None` once it is booked to its end.
     booked: Option<Booked>,
 }
@@ -236,6 +247,9 @@ impl Exchange {
         Self {
             session: Session::new(config, admitted.live.arrived),
             outlet: Outlet::new(),
+            lag: Lag::new(admitted.padding.is_none().then_some(Duration::ZERO)),
+            seen: false,
+            grown: None,
             verdict: None,
             fetching: None,
             refusal: None,
@@ -258,9 +272,56 @@ impl Exchange {
             extensions: 0,
             last_replica: None,
             timer: Timer::default(),
+            release: Timer::default(),
             booked: Some(fleet.admit(admitted.live.clone())),
             fleet,
             admitted,
+        }
+    }
+
+    /// Ready when the client may see something, or nothing is to come. As long as something is held back, the request goes on beside it, so that
+    /// all that comes keeps its distance.
+    fn poll_due(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        loop {
+            let (due, ended) = (self.lag.due(), self.session.is_ended());
+            if due.is_none() && ended || due.is_some_and(|due| due <= self.fleet.clock.now()) {
+                self.note_seen();
+                return Poll::Ready(());
+            }
+            if !ended && self.lag.has_room() && self.poll_output(context).is_ready() {
+                self.hand_over();
+                continue;
+            }
+            match due {
+                Some(due) if due < Time::NEVER => ready!(self.release.poll(due, &self.fleet, context)),
+                Some(_) | None => return Poll::Pending,
+            }
+        }
+    }
+
+    fn note_seen(&mut self) {
+        let Some(padding) = self.admitted.padding.as_ref().filter(|_| self.first_token_at.is_some()) else { return };
+        let now = self.fleet.clock.now();
+        if !std::mem::replace(&mut self.seen, true) {
+            padding.seen(now);
+        }
+        if self.lag.is_last()
+            && let Some(keys) = self.grown.take()
+        {
+            padding.seen_whole(&keys, now);
+        }
+    }
+
+    fn hand_over(&mut self) {
+        let now = self.fleet.clock.now();
+        if let Some(whole) = self.outlet.take_whole() {
+            self.lag.push_whole(whole, now);
+        }
+        if let Some(events) = self.outlet.take_events() {
+            self.lag.push_events(events, now);
+        }
+        if self.session.is_ended() {
+            self.lag.settle();
         }
     }
 
@@ -684,7 +745,7 @@ impl Exchange {
         Ok(())
     }
 
-    fn chunk(&mut self, chunk: Chunk<'_>) -> Result<(), Fault> {
+    fn chunk(&mut self, mut chunk: Chunk<'_>) -> Result<(), Fault> {
         if chunk.pieces.iter().any(super::chunk::Piece::is_abort) {
             return Err(Fault::Aborted);
         }
@@ -708,6 +769,9 @@ impl Exchange {
         if let Some(usage) = &chunk.usage {
             self.cached = usage.cached_tokens().map(Tokens);
             self.usage = Some(usage.clone());
+            if let Some(padding) = &self.admitted.padding {
+                chunk.show_cached(padding.own);
+            }
         }
         let api = self.admitted.intake.api;
         if let Some(wire) = self.wire() {
@@ -770,6 +834,10 @@ impl Exchange {
         if std::mem::replace(&mut self.first_told, true) {
             self.untold += tokens;
         } else {
+            if self.first_token_at.is_none() {
+                self.hold_back(now);
+            }
+            let live = &self.admitted.live;
             self.first_token_at.get_or_insert(now);
             live.set(LiveState::Decode, self.session.owner().map(|owner| owner.replica));
             let cached = self.cached;
@@ -779,6 +847,26 @@ impl Exchange {
             });
         }
         self.last_token_at = Some(now);
+    }
+
+    /// The first token is there: all of the answer is to come later by what others' prefixes may have saved of it.
+    fn hold_back(&mut self, now: Time) {
+        let Some(padding) = &self.admitted.padding else { return };
+        let took = now.since(self.admitted.live.arrived);
+        let spec = self.attempt.as_ref().and_then(|running| running.engine.facts().spec);
+        let saved = spec.map_or(Duration::ZERO, |spec| {
+            let price = |hit: Tokens| Duration::from_ms(spec.prefill_ms(self.admitted.live.prompt, hit));
+            let cold = price(padding.own);
+            if let Some(cached) = self.cached {
+                return cold.saturating_sub(price(cached));
+            }
+            // Who tells only at the end what was cached: as much as is believed, and no less than all where the request did not wait.
+            let decision = self.fleet.peek_router(|router, _| router.decision(self.admitted.live.id));
+            let quote = decision.and_then(|decision| decision.quotes.iter().find(|quote| quote.replica == spec.id).cloned());
+            let (hit, wait_ms) = quote.map_or((Tokens::ZERO, 0.0), |quote| (quote.hit_tokens, quote.terms.wait));
+            cold.saturating_sub(price(hit)).max((Duration::from_ms(wait_ms) + cold).saturating_sub(took))
+        });
+        self.lag.set(padding.delay(took, saved));
     }
 
     fn tell_output(&mut self) {
@@ -829,7 +917,8 @@ impl Exchange {
         if !status.is_success() && !is_clients_fault(status) {
             return Err(Fault::Status(status.as_u16()));
         }
-        let mut response = json_response(status, body.clone());
+        let shown = self.admitted.padding.as_ref().and_then(|padding| with_cached_at_most(body, padding.own));
+        let mut response = json_response(status, shown.unwrap_or_else(|| body.clone()));
         if let Some(kind) = &head.content_type {
             response.headers_mut().insert(header::CONTENT_TYPE, kind.clone());
         }
@@ -906,6 +995,9 @@ impl Exchange {
         };
         let grown = self.admitted.exact && self.admitted.intake.choices == 1;
         let keys = (outcome == Outcome::Finished && grown).then(|| self.admitted.chain.keys());
+        if self.admitted.padding.is_some() {
+            self.grown.clone_from(&keys);
+        }
         self.fleet.finished(live.id, outcome, keys);
         self.fleet.retire(live.id);
         if let Some(grant) = self.admitted.grant.take() {

@@ -35,7 +35,7 @@ use crate::{
     refusal::Refusal,
     snapshot::{Former, SnapshotFile},
     speed::{Likeness, Speed, Speeds},
-    tenants::{Grant, Tenants},
+    tenants::{Grant, PublicPrefixes, Tenants},
     upstream::Upstream,
 };
 
@@ -90,6 +90,7 @@ pub(crate) struct Fleet {
     rounds: parking_lot::Mutex<Rounds>,
     moves: ArcSwap<MovesConfig>,
     tenants: ArcSwap<Tenants>,
+    public_prefixes: ArcSwap<PublicPrefixes>,
     /// With what clients are served over TLS.
     tls: ArcSwapOption<ServerConfig>,
     /// Told when a request has arrived where it moved to.
@@ -141,6 +142,8 @@ pub(crate) struct Listed {
     pub(crate) card: ModelCard,
     /// Replicas that do not serve it.
     pub(crate) lacking: Vec<ReplicaId>,
+    /// All others let a salt count from a later token than the first on.
+    pub(crate) takes_public: bool,
 }
 
 /// An engine that is to be in the fleet.
@@ -224,6 +227,7 @@ impl Fleet {
             rounds: parking_lot::Mutex::new(Rounds::new(policy.quiet_from.map(Priority))),
             moves: ArcSwap::default(),
             tenants: ArcSwap::default(),
+            public_prefixes: ArcSwap::default(),
             tls: ArcSwapOption::empty(),
             arrived: Notify::new(),
             identity: Identity::of_gateway(name, None),
@@ -272,6 +276,28 @@ impl Fleet {
 
     pub(crate) fn set_tenants(&self, config: &GatewayConfig) {
         self.tenants.store(Arc::new(self.tenants().replaced_by(config, self.clock.now())));
+    }
+
+    /// What salts need not hide, as of now.
+    pub(crate) fn public_prefixes(&self) -> Arc<PublicPrefixes> {
+        self.public_prefixes.load_full()
+    }
+
+    pub(crate) fn set_public_prefixes(&self, prefixes: PublicPrefixes) {
+        self.public_prefixes.store(Arc::new(prefixes));
+        self.tell_unshared(&Catalogue::default(), &self.catalogue());
+    }
+
+    /// Says which models have their public prefixes apart for each tenant all the same, where that was not so before.
+    fn tell_unshared(&self, before: &Catalogue, now: &Catalogue) {
+        if self.public_prefixes().is_empty() {
+            return;
+        }
+        for (model, _) in now.models.iter().filter(|(_, listed)| !listed.takes_public) {
+            if before.models.get(model).is_none_or(|listed| listed.takes_public) {
+                tracing::warn!(model, "public prefixes are not shared among salted tenants: not all engines of the model are Baton's");
+            }
+        }
     }
 
     /// How the next client is served: over TLS with this, or in the clear.
@@ -813,13 +839,20 @@ impl Fleet {
             let facts = engine.facts();
             longest_context = longest_context.max(facts.spec.map(|spec| spec.max_model_len));
             for card in &facts.models {
-                models.entry(card.id.clone()).or_insert_with(|| Listed { card: card.clone(), lacking: Vec::new() });
+                models.entry(card.id.clone()).or_insert_with(|| Listed { card: card.clone(), lacking: Vec::new(), takes_public: true });
             }
         }
         for (name, listed) in &mut models {
-            listed.lacking = engines.iter().filter(|engine| engine.model(name).is_none()).map(|engine| engine.id).collect();
+            for engine in &engines {
+                match engine.model(name) {
+                    Some(_) => listed.takes_public &= engine.config.kind.takes_public(),
+                    None => listed.lacking.push(engine.id),
+                }
+            }
         }
-        *self.catalogue.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(Catalogue { models, longest_context });
+        let catalogue = Arc::new(Catalogue { models, longest_context });
+        let before = std::mem::replace(&mut *self.catalogue.write().unwrap_or_else(PoisonError::into_inner), catalogue.clone());
+        self.tell_unshared(&before, &catalogue);
     }
 
     // Requests.

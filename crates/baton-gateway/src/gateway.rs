@@ -16,7 +16,7 @@ use tokio::{
 
 use crate::{
     admin, api,
-    config::{ConfigError, DiscoveryConfig, EngineConfig, GatewayConfig, Reloaded},
+    config::{ConfigError, DiscoveryConfig, EngineConfig, GatewayConfig, PublicPrefixConfig, Reloaded},
     control::{self, TaskGuard},
     discovery::Discovery,
     engine::{BaseUrl, Health},
@@ -25,7 +25,9 @@ use crate::{
     priced::Responses,
     prompt::Tokenization,
     refusal::Refusal,
-    snapshot, tls,
+    snapshot,
+    tenants::PublicPrefixes,
+    tls,
 };
 
 /// Why a gateway stopped.
@@ -75,6 +77,21 @@ impl Shared {
         if change(&mut discovery) { self.set_engines(discovery.wanted()) } else { (0, 0) }
     }
 
+    fn set_public_prefixes(&self, prefixes: &[PublicPrefixConfig]) {
+        let systems = prefixes.iter().filter_map(|prefix| prefix.system.as_ref());
+        let texts = prefixes.iter().filter_map(|prefix| prefix.text.as_ref());
+        let systems = systems.map(|system| self.tokenization.system_prefix(system.as_str()));
+        let all: Vec<_> = systems.chain(texts.map(|text| self.tokenization.text_prefix(text.as_str()))).collect();
+        let unknown = all.iter().filter(|tokens| tokens.is_none()).count();
+        if unknown > 0 {
+            tracing::warn!(
+                unknown,
+                "public prefixes are not shared: without the model's tokenizer their tokens are not known, nor where its template takes no system prompt"
+            );
+        }
+        self.fleet.set_public_prefixes(PublicPrefixes::new(all.into_iter().flatten().collect()));
+    }
+
     fn set_engines(&self, wanted: Vec<Wanted>) -> (usize, usize) {
         let draining: BTreeMap<_, bool> =
             wanted.iter().filter_map(|wanted| Some((wanted.found.as_ref()?.member, wanted.found.as_ref()?.draining))).collect();
@@ -115,6 +132,7 @@ impl Gateway {
         };
         shared.fleet.set_tls(tls);
         shared.fleet.set_tenants(&config);
+        shared.set_public_prefixes(&config.public_prefixes);
         shared.fleet.set_moves(config.moves);
         let gateway = Self { shared: Arc::new(shared) };
         gateway.configure(config.engines, Some(&config.discovery));
@@ -133,6 +151,7 @@ impl Gateway {
         fleet.set_moves(config.moves.clone());
         fleet.set_tls(tls);
         fleet.set_tenants(&config);
+        self.shared.set_public_prefixes(&config.public_prefixes);
         let (engines_started, engines_gone) = self.configure(config.engines.clone(), Some(&config.discovery));
         *current = config;
         Ok(Reloaded { engines_started, engines_gone, at_next_start })
@@ -237,7 +256,7 @@ impl Gateway {
 
 /// The admin API alone, for as long as the gateway runs.
 async fn serve_admin(shared: Arc<Shared>, listener: TcpListener) {
-    let app = admin::routes(&shared).method_not_allowed_fallback(async || Refusal::MethodNotAllowed);
+    let app = admin::own_routes(&shared).method_not_allowed_fallback(async || Refusal::MethodNotAllowed);
     let app = app.fallback(async || Refusal::NoSuchPath).with_state(shared);
     if let Err(error) = axum::serve(listener, app).await {
         tracing::error!(%error, "the admin API ended");

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use baton_kv::KeyDomain;
 use baton_policy::Share;
 use baton_units::Tokens;
-use baton_wire::openai::{ErrorBody, Prompt, StreamOptions};
+use baton_wire::openai::{ErrorBody, Prompt, PublicTokens, StreamOptions};
 use bytes::Bytes;
 use http::{HeaderMap, header::CONTENT_TYPE};
 
@@ -115,8 +115,12 @@ pub(crate) struct Intake {
     pub(crate) identity: Identity,
     /// Of the client's tenant, or derived from the client's `cache_salt`; see the reserved fields.
     pub(crate) salt: Option<String>,
+    /// How far the salt does not count.
+    pub(crate) public: Option<PublicTokens>,
     /// Of the client's tenant.
     pub(crate) share: Option<Share>,
+    /// Who may find out that its text was seen before.
+    pub(crate) text_domain: u64,
     pub(crate) prompt: PromptSource,
     /// Nothing in it keeps the answer from being put together from a stream.
     streams_fully: bool,
@@ -155,7 +159,9 @@ impl Intake {
             max_output: max_output.map(Tokens),
             identity: Identity::read(headers, &body),
             salt: read::<String>(&body, "cache_salt")?.map(|salt| derived_salt(&salt)),
+            public: None,
             share: None,
+            text_domain: 0,
             prompt,
             streams_fully: streams_fully(&body),
             body,
@@ -169,6 +175,7 @@ impl Intake {
         let terms = tenant.terms();
         self.identity.priority = terms.priority(self.identity.priority);
         self.share = Some(terms.share());
+        self.text_domain = terms.text_domain();
         // It was read as a text before.
         let own = self.body.read::<String>("cache_salt").ok().flatten();
         self.salt = terms.salt(own.as_deref()).or(self.salt.take());
@@ -250,6 +257,10 @@ impl Intake {
         edits.push(match &self.salt {
             Some(salt) if kind.takes_salt() => Edit::set("cache_salt", salt),
             Some(_) | None => Edit::remove("cache_salt"),
+        });
+        edits.push(match &self.public {
+            Some(public) if kind.takes_public() => Edit::set("cache_public", public),
+            Some(_) | None => Edit::remove("cache_public"),
         });
         edits.push(match self.identity.priority.0 {
             priority if takes_priority && priority != 0 => Edit::set("priority", &priority),
@@ -376,6 +387,22 @@ mod tests {
         let sent = upstream(&body("a"), EngineKind::Vllm);
         assert!(sent.contains(r#""cache_salt":"client-"#) && sent != upstream(&body("b"), EngineKind::Vllm));
         assert!(!upstream(&body("a"), EngineKind::LlamaCpp).contains("salt"));
+    }
+
+    #[test]
+    fn how_far_a_salt_does_not_count_is_told_to_engines_that_know_it_and_by_no_client() {
+        let body = r#"{"model":"m","messages":[],"stream":true,"cache_salt":"s","cache_public":{"tokens":9,"digest":1}}"#;
+        let sent = |public: Option<PublicTokens>, kind: EngineKind| {
+            let intake = Intake { public, ..read_chat(body).unwrap() };
+            String::from_utf8(Vec::from(intake.upstream_body(kind, false, "m", Mode::Stream)).concat()).unwrap()
+        };
+        assert!(!sent(None, EngineKind::Baton).contains("cache_public"));
+        let public = PublicTokens::new(&[1, 2]);
+        let told = format!(r#""cache_public":{}"#, serde_json::to_string(&public).unwrap());
+        assert!(sent(Some(public), EngineKind::Baton).contains(&told));
+        assert!(
+            !sent(Some(public), EngineKind::Vllm).contains("cache_public") && sent(Some(public), EngineKind::Vllm).contains("cache_salt")
+        );
     }
 
     #[test]

@@ -49,7 +49,8 @@ mod words;
 
 pub use config::{
     ClassConfig, ConfigError, Continue, DiscoveryConfig, DiscoveryType, EngineConfig, EngineKind, EngineTemplate, Fault, FrontConfig,
-    GatewayConfig, Isolation, KeyHash, MovesConfig, NotAHash, PolicyConfig, Reloaded, Secret, TenantConfig, TlsConfig, reference, skeleton,
+    GatewayConfig, Isolation, KeyHash, MovesConfig, NotAHash, PolicyConfig, PublicPrefixConfig, Reloaded, Secret, TenantConfig, Text,
+    TlsConfig, reference, skeleton,
 };
 pub use engine::{BaseUrl, UrlError};
 pub use gateway::{Gateway, GatewayError};

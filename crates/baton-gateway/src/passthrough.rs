@@ -96,7 +96,7 @@ async fn pass(shared: &Arc<Shared>, head: &Parts, body: Body) -> Result<Response
     if let Ok(mut object) = serde_json::from_slice::<RawObject>(&bytes) {
         let stripped = reserved::stripped(fleet.front().client_chat_template).filter(|field| object.remove(field)).count();
         let own_salt = object.read::<String>("cache_salt").ok().flatten();
-        let hidden = ["cache_salt", "priority"].into_iter().filter(|field| object.remove(field)).count();
+        let hidden = ["cache_salt", "cache_public", "priority"].into_iter().filter(|field| object.remove(field)).count();
         salt = terms.as_ref().filter(|_| !UNSALTED_PATHS.contains(&path)).and_then(|terms| terms.salt(own_salt.as_deref()));
         if let Some(salt) = &salt {
             object.set("cache_salt", salt);

@@ -8,7 +8,7 @@ use std::{
 
 use axum::{BoxError, body::Body, response::Response};
 use baton_policy::{Arrival, Outcome, Placed, Verdict};
-use baton_units::{ReplicaId, RequestId, Time};
+use baton_units::{ReplicaId, RequestId, Time, Tokens};
 use baton_wire::openai::Prompt;
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
@@ -139,13 +139,14 @@ pub(crate) async fn pass(
     head: &Parts,
     body: &Bytes,
     Asked { source, tenant, terms, salt, home }: Asked,
-    Listed { card, lacking }: &Listed,
+    Listed { card, lacking, .. }: &Listed,
     meter: &mut Option<Meter>,
 ) -> Result<Response, Refusal> {
     let fleet = &shared.fleet;
-    let tokenized = shared.tokenization.tokenize(&source).await;
+    let text_domain = terms.as_ref().map_or(0, |terms| terms.text_domain());
+    let tokenized = shared.tokenization.tokenize(&source, text_domain).await;
     let adapter = card.parent.is_some().then_some(card.id.as_str());
-    let chain = KeyChain::new(adapter, salt.as_deref(), fleet.block_size(), tokenized.tokens);
+    let chain = KeyChain::new(adapter, salt.as_deref(), Tokens::ZERO, fleet.block_size(), tokenized.tokens);
     let id = fleet.mint();
     let client_id = client_request_id(&head.headers).map_or_else(|| fleet.client_id(id), str::to_owned);
     let live = Arc::new(Live::new(id, client_id, card.id.clone(), fleet.clock.now(), tokenized.count));

@@ -2,16 +2,17 @@
 
 use std::sync::Arc;
 
-use baton_kv::{BlockKey, KeyDomain, chain_keys};
+use baton_kv::{BlockKey, CacheDomain, KeyDomain};
 use baton_text::{TemplateError, Tokenizer};
 use baton_units::{BlockSize, Tokens};
 use baton_wire::openai::Prompt;
 use bytes::Bytes;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::{
     intake::{ChatPrompt, PromptSource},
     segments::Segments,
+    tenants::common,
     turns::{Parts, Turns},
 };
 
@@ -61,39 +62,40 @@ impl Tokenization {
         segments + self.turns.as_ref().map_or(0, |turns| turns.cached_bytes())
     }
 
-    pub(crate) async fn tokenize(&self, source: &PromptSource) -> Tokenized {
-        let parts = self.parts(source);
+    /// `domain` names those who may find out that a text was seen before.
+    pub(crate) async fn tokenize(&self, source: &PromptSource, domain: u64) -> Tokenized {
+        let parts = self.parts(source, domain);
         let new_bytes = parts.as_ref().map_or_else(|| source.bytes(), |parts| parts.new_bytes);
         if new_bytes <= INLINE_BYTES_MAX {
-            return self.tokenize_now(source, parts);
+            return self.tokenize_now(source, parts, domain);
         }
         let (tokenization, source) = (self.clone(), source.clone());
-        tokio::task::spawn_blocking(move || tokenization.tokenize_now(&source, parts)).await.expect("tokenizing does not panic")
+        tokio::task::spawn_blocking(move || tokenization.tokenize_now(&source, parts, domain)).await.expect("tokenizing does not panic")
     }
 
     /// What is known of a conversation, where it can be tokenized by its messages.
-    fn parts(&self, source: &PromptSource) -> Option<Parts> {
+    fn parts(&self, source: &PromptSource, domain: u64) -> Option<Parts> {
         match (&self.turns, source) {
-            (Some(turns), PromptSource::Chat(chat)) if !chat.add_special && !chat.messages.is_empty() => Some(turns.find(chat)),
+            (Some(turns), PromptSource::Chat(chat)) if !chat.add_special && !chat.messages.is_empty() => Some(turns.find(chat, domain)),
             _ => None,
         }
     }
 
-    fn tokenize_now(&self, source: &PromptSource, parts: Option<Parts>) -> Tokenized {
+    fn tokenize_now(&self, source: &PromptSource, parts: Option<Parts>, domain: u64) -> Tokenized {
         match source {
             PromptSource::Chat(chat) => {
                 let by_parts = parts.zip(self.turns.as_ref()).and_then(|(parts, turns)| turns.encode(chat, parts));
-                by_parts.map_or_else(|| self.tokenize_chat(chat), Tokenized::exact)
+                by_parts.map_or_else(|| self.tokenize_chat(chat, domain), Tokenized::exact)
             }
             PromptSource::Completion { prompt, add_special } => self.tokenize_completion(prompt, *add_special),
         }
     }
 
-    fn tokenize_chat(&self, chat: &ChatPrompt) -> Tokenized {
+    fn tokenize_chat(&self, chat: &ChatPrompt, domain: u64) -> Tokenized {
         let rendered = self.text.as_ref().map(|text| Ok::<_, TemplateError>((text, chat.render(text)?)));
         match rendered {
             Some(Ok((text, prompt))) => Tokenized::exact(match &self.segments {
-                Some(segments) if !chat.add_special => segments.encode(&prompt),
+                Some(segments) if !chat.add_special => segments.encode(&prompt, domain),
                 Some(_) | None => text.encode(&prompt, chat.add_special),
             }),
             Some(Err(error)) => {
@@ -116,6 +118,23 @@ impl Tokenization {
             Prompt::Texts(texts) => Tokenized::first_of(texts.iter().map(text)),
             Prompt::TokenLists(lists) => Tokenized::first_of(lists.iter().cloned().map(Tokenized::exact)),
         }
+    }
+
+    /// Tokens of a completion that begins with this text. `None` where the model's are not known.
+    pub(crate) fn text_prefix(&self, text: &str) -> Option<Vec<u32>> {
+        self.text.as_ref().map(|tokenizer| tokenizer.encode(text, true))
+    }
+
+    /// Tokens that all chats begin with that begin with this system prompt. `None` where the model's are not known, or its template takes
+    /// no system prompt.
+    pub(crate) fn system_prefix(&self, system: &str) -> Option<Vec<u32>> {
+        // What does not depend on what the user says.
+        let [one, other] = ["a", "b"].map(|content| {
+            let messages = [json!({ "role": "system", "content": system }), json!({ "role": "user", "content": content })];
+            self.tokenize_chat(&ChatPrompt::of(&messages), 0)
+        });
+        let shared = common(&one.tokens, &other.tokens);
+        (one.exact && other.exact).then(|| one.tokens[..shared].to_vec())
     }
 
     fn estimate(&self, text: &str) -> Tokenized {
@@ -154,6 +173,12 @@ impl PromptSource {
 }
 
 impl ChatPrompt {
+    /// A chat of these messages that asks for an answer, with nothing else.
+    pub(crate) fn of(messages: &[Value]) -> Self {
+        let messages = messages.iter().map(|message| message.to_string().into()).collect();
+        Self { messages, tools: None, kwargs: None, add_generation_prompt: true, add_special: false }
+    }
+
     fn render(&self, text: &Tokenizer) -> Result<String, TemplateError> {
         let messages = self.messages.iter().map(|message| serde_json::from_slice(message).unwrap_or_default()).collect();
         text.render_chat(&Value::Array(messages), self.tools().as_ref(), self.add_generation_prompt, &self.kwargs())
@@ -168,20 +193,23 @@ impl ChatPrompt {
 /// The chain of a request's block keys, which grows from its prompt to its output.
 #[derive(Debug, Clone)]
 pub(crate) struct KeyChain {
-    root: BlockKey,
+    domain: CacheDomain,
     size: BlockSize,
     tokens: Vec<u32>,
     prompt: usize,
+    public: Tokens,
 }
 
 impl KeyChain {
-    pub(crate) fn new(adapter: Option<&str>, salt: Option<&str>, size: BlockSize, tokens: Vec<u32>) -> Self {
-        Self { root: KeyDomain { model: KEY_MODEL, adapter, salt }.root(), size, prompt: tokens.len(), tokens }
+    /// `public` tokens of the prompt are found whatever the salt.
+    pub(crate) fn new(adapter: Option<&str>, salt: Option<&str>, public: Tokens, size: BlockSize, tokens: Vec<u32>) -> Self {
+        let domain = CacheDomain::with_public(KeyDomain { model: KEY_MODEL, adapter, salt }, public.full_blocks(size));
+        Self { domain, size, prompt: tokens.len(), tokens, public }
     }
 
     /// Keys of the full blocks so far.
     pub(crate) fn keys(&self) -> Arc<[BlockKey]> {
-        chain_keys(self.root, &self.tokens, self.size).into()
+        self.domain.keys(&self.tokens, self.size).into()
     }
 
     /// Tokens of prompt and output.
@@ -192,6 +220,11 @@ impl KeyChain {
     /// Tokens of the prompt alone.
     pub(crate) fn prompt(&self) -> &[u32] {
         &self.tokens[..self.prompt]
+    }
+
+    /// Leading tokens of the prompt for which its salt does not count.
+    pub(crate) fn public(&self) -> Tokens {
+        self.public
     }
 
     pub(crate) fn block_size(&self) -> BlockSize {
@@ -212,7 +245,6 @@ impl KeyChain {
 mod tests {
     use baton_wire::openai::Prompt;
     use http::HeaderMap;
-    use serde_json::json;
 
     use super::*;
     use crate::{
@@ -225,13 +257,13 @@ mod tests {
     }
 
     fn keys(tokenized: &Tokenized) -> Arc<[BlockKey]> {
-        KeyChain::new(None, None, BlockSize::new(4).unwrap(), tokenized.tokens.clone()).keys()
+        KeyChain::new(None, None, Tokens::ZERO, BlockSize::new(4).unwrap(), tokenized.tokens.clone()).keys()
     }
 
     #[test]
     fn a_known_template_gives_the_engines_tokens() {
         let tokenization = Tokenization::new(Some(Arc::new(Tokenizer::bytes4())), 1 << 20);
-        let tokenized = tokenization.tokenize_now(&chat(r#"{"messages":[{"role":"user","content":"hi"}]}"#), None);
+        let tokenized = tokenization.tokenize_now(&chat(r#"{"messages":[{"role":"user","content":"hi"}]}"#), None, 0);
         assert!(tokenized.exact);
         let prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n";
         assert_eq!(tokenized.tokens, Tokenizer::bytes4().encode(prompt, false));
@@ -242,8 +274,9 @@ mod tests {
         let tokenization = Tokenization::new(None, 1 << 20);
         let long = "x".repeat(200);
         let turn = format!(r#"{{"role":"user","content":"{long}"}}"#);
-        let first = tokenization.tokenize_now(&chat(&format!(r#"{{"messages":[{turn}]}}"#)), None);
-        let second = tokenization.tokenize_now(&chat(&format!(r#"{{"messages":[{turn},{{"role":"assistant","content":"ok"}}]}}"#)), None);
+        let first = tokenization.tokenize_now(&chat(&format!(r#"{{"messages":[{turn}]}}"#)), None, 0);
+        let second =
+            tokenization.tokenize_now(&chat(&format!(r#"{{"messages":[{turn},{{"role":"assistant","content":"ok"}}]}}"#)), None, 0);
         assert!(!first.exact && second.count > first.count);
         let (first, second) = (keys(&first), keys(&second));
         let shared = first.iter().zip(&*second).take_while(|(a, b)| a == b).count();
@@ -261,7 +294,7 @@ mod tests {
             let words: Vec<String> = ('a'..='z').map(|letter| format!("w{}", letter.to_string().repeat(1 + number % 60))).collect();
             let body = json!({ "messages": [{ "role": "user", "content": format!("{number} {}", words.join(" ")) }] });
             let source = chat(&body.to_string());
-            let tokenized = tokenization.tokenize_now(&source, tokenization.parts(&source));
+            let tokenized = tokenization.tokenize_now(&source, tokenization.parts(&source, 0), 0);
             let PromptSource::Chat(prompt) = &source else { unreachable!("it is a chat") };
             assert_eq!(tokenized.tokens, text.encode(&prompt.render(&text).unwrap(), false));
             most = most.max(tokenization.cached_bytes());
@@ -271,10 +304,32 @@ mod tests {
     }
 
     #[test]
+    fn a_public_prefix_is_what_every_prompt_begins_with_that_has_it() {
+        let file = std::fs::read(baton_testkit::smollm2()).unwrap();
+        let text = Arc::new(Tokenizer::from_gguf(&baton_gguf::Header::parse(&file).unwrap()).unwrap());
+        let tokenization = Tokenization::new(Some(text.clone()), 1 << 20);
+        let system = tokenization.system_prefix("You are kind, and answer briefly.").unwrap();
+        let written = "<|im_start|>system\nYou are kind, and answer briefly.<|im_end|>\n<|im_start|>user\n";
+        assert_eq!(system, text.encode(written, false));
+        let asks = |system: &str, user: &str| {
+            let messages = json!([{ "role": "system", "content": system }, { "role": "user", "content": user }]);
+            tokenization.tokenize_now(&chat(&json!({ "messages": messages }).to_string()), None, 0).tokens
+        };
+        for user in ["a", "b", "\n", " and so on", "What is it?"] {
+            let tokens = asks("You are kind, and answer briefly.", user);
+            assert!(tokens.len() > system.len() && common(&tokens, &system) + 1 >= system.len(), "{user:?}");
+        }
+        assert!(common(&asks("You are kind, and answer briefly. My name is Ada.", "a"), &system) < 14);
+        assert_eq!(tokenization.text_prefix("once upon"), Some(text.encode("once upon", true)));
+        let unknown = Tokenization::new(None, 1 << 20);
+        assert_eq!((unknown.text_prefix("x"), unknown.system_prefix("x")), (None, None));
+    }
+
+    #[test]
     fn what_the_template_refuses_is_estimated() {
         let tokenization = Tokenization::new(Some(Arc::new(Tokenizer::bytes4())), 1 << 20);
         let image = r#"{"messages":[{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:"}}]}]}"#;
-        assert!(!tokenization.tokenize_now(&chat(image), None).exact);
+        assert!(!tokenization.tokenize_now(&chat(image), None, 0).exact);
     }
 
     #[test]
@@ -288,7 +343,7 @@ mod tests {
 
     #[test]
     fn adapters_and_salts_have_chains_of_their_own() {
-        let chain = |adapter, salt| KeyChain::new(adapter, salt, BlockSize::new(2).unwrap(), vec![1, 2]).keys();
+        let chain = |adapter, salt| KeyChain::new(adapter, salt, Tokens::ZERO, BlockSize::new(2).unwrap(), vec![1, 2]).keys();
         let chains = [chain(None, None), chain(Some("a"), None), chain(None, Some("a"))];
         assert!(chains[0] != chains[1] && chains[0] != chains[2] && chains[1] != chains[2]);
     }

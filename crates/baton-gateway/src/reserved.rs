@@ -36,6 +36,11 @@ pub const RESERVED: &[Reserved] = &[
         Rule::Override,
         "replaced by a value derived from it and the client's tenant, so that no client can name another's cache domain",
     ),
+    reserved(
+        "cache_public",
+        Rule::Override,
+        "says how far the salt does not count; set for Baton's engines where the operator declared public prefixes",
+    ),
     reserved("priority", Rule::Clamp, "kept within ±1000, lower is more important; sent to engines that order by it"),
     reserved("chat_template", Rule::Strip, "a program that runs on the engine; `client_chat_template = true` lets it pass"),
     reserved("request_id", Rule::Strip, "engines abort and account by it; the gateway mints one per attempt"),

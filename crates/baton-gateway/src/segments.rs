@@ -7,7 +7,7 @@
 use std::sync::Arc;
 
 use baton_text::Tokenizer;
-use xxhash_rust::xxh3::xxh3_128;
+use xxhash_rust::xxh3::xxh3_128_with_seed;
 
 use crate::{pieces::Pieces, words::Words};
 
@@ -67,14 +67,15 @@ impl Segments {
         self.pieces.bytes() + self.words.as_ref().map_or(0, Words::cached_bytes)
     }
 
-    /// What `tokenizer.encode(text, false)` gives.
-    pub(crate) fn encode(&self, text: &str) -> Vec<u32> {
+    /// What `tokenizer.encode(text, false)` gives. Pieces are remembered for the domain alone; words for all, since who tries one has seen
+    /// it from then on.
+    pub(crate) fn encode(&self, text: &str, domain: u64) -> Vec<u32> {
         let mut tokens = Vec::with_capacity(text.len() / 3);
         let (mut start, mut at) = (0, 0);
         while at < text.len() {
             match self.special_at(&text.as_bytes()[at..]) {
                 Some((length, id)) => {
-                    self.encode_piece(&text[start..at], &mut tokens);
+                    self.encode_piece(&text[start..at], domain, &mut tokens);
                     tokens.push(id);
                     at += length;
                     start = at;
@@ -82,7 +83,7 @@ impl Segments {
                 None => at += 1,
             }
         }
-        self.encode_piece(&text[start..], &mut tokens);
+        self.encode_piece(&text[start..], domain, &mut tokens);
         tokens
     }
 
@@ -98,11 +99,11 @@ impl Segments {
         self.specials.iter().find(|(special, _)| text.starts_with(special.as_bytes())).map(|(special, id)| (special.len(), *id))
     }
 
-    fn encode_piece(&self, piece: &str, tokens: &mut Vec<u32>) {
+    fn encode_piece(&self, piece: &str, domain: u64, tokens: &mut Vec<u32>) {
         if piece.len() < PIECE_BYTES_MIN {
             return self.encode_words(piece, tokens);
         }
-        let key = xxh3_128(piece.as_bytes());
+        let key = xxh3_128_with_seed(piece.as_bytes(), domain);
         let known = self.pieces.lock().get(key).cloned();
         let piece = known.unwrap_or_else(|| {
             let mut encoded = Vec::with_capacity(piece.len() / 3);
@@ -154,17 +155,17 @@ mod tests {
             let text = parts.concat();
             let whole = SEGMENTS.tokenizer.encode(&text, false);
             // The second time from memory.
-            prop_assert_eq!(&SEGMENTS.encode(&text), &whole);
-            prop_assert_eq!(&SEGMENTS.encode(&text), &whole);
+            prop_assert_eq!(&SEGMENTS.encode(&text, 0), &whole);
+            prop_assert_eq!(&SEGMENTS.encode(&text, 0), &whole);
         }
     }
 
     #[test]
     fn a_piece_is_encoded_once() {
         let piece = "a sentence that is long enough to be worth remembering ".repeat(3);
-        let before = SEGMENTS.encode(&piece);
-        let key = xxh3_128(piece.as_bytes());
-        assert_eq!(SEGMENTS.pieces.lock().get(key).map(|piece| &**piece), Some(before.as_slice()));
+        let before = SEGMENTS.encode(&piece, 5);
+        let known = |domain| SEGMENTS.pieces.lock().get(xxh3_128_with_seed(piece.as_bytes(), domain)).map(|piece| piece.to_vec());
+        assert_eq!((known(5), known(6)), (Some(before), None));
     }
 
     #[test]

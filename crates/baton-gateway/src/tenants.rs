@@ -1,6 +1,8 @@
 //! Tenants: whose client a request is of by its key, what it may ask for, what it may use, and what it used.
 
 mod limits;
+mod padding;
+mod public;
 mod salt;
 
 use std::{
@@ -10,6 +12,7 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
+    time::Duration,
 };
 
 use arc_swap::ArcSwap;
@@ -18,14 +21,20 @@ use baton_units::{Priority, Time};
 use http::{HeaderMap, header};
 use xxhash_rust::xxh3::xxh3_64;
 
-pub(crate) use self::limits::Limit;
+pub(crate) use self::{
+    limits::Limit,
+    padding::Padding,
+    public::{PublicPrefixes, common},
+};
 use self::{
     limits::{Bounds, Exceeded, Limits},
+    padding::Sent,
     salt::Salts,
 };
 use crate::{
     clock::Clock,
     config::{GatewayConfig, Isolation, KeyHash, TenantConfig},
+    prompt::KeyChain,
     refusal::Refusal,
 };
 
@@ -45,6 +54,7 @@ pub(crate) struct Tenant {
     name: String,
     terms: ArcSwap<Terms>,
     limits: Mutex<Limits>,
+    sent: Arc<Sent>,
     counters: Counters,
 }
 
@@ -56,6 +66,8 @@ pub(crate) struct Terms {
     /// Where its prefixes are kept apart from others'.
     salts: Option<Salts>,
     share: Share,
+    /// Span to whose ends first tokens are held back that others may have made early.
+    padding: Option<Duration>,
 }
 
 /// Since the tenant came.
@@ -144,7 +156,8 @@ fn bounds(config: &TenantConfig) -> Bounds {
 
 impl Tenant {
     fn new(name: String, terms: Arc<Terms>, now: Time) -> Self {
-        Self { name, terms: ArcSwap::new(terms), limits: Mutex::new(Limits::new(Bounds::default(), now)), counters: Counters::default() }
+        let limits = Mutex::new(Limits::new(Bounds::default(), now));
+        Self { name, terms: ArcSwap::new(terms), limits, sent: Arc::new(Sent::new()), counters: Counters::default() }
     }
 
     pub(crate) fn name(&self) -> &str {
@@ -160,6 +173,12 @@ impl Tenant {
         self.limits().enter(clock.now()).map_err(|exceeded| self.refuse(exceeded))?;
         self.counters.requests.fetch_add(1, Ordering::Relaxed);
         Ok(Grant { tenant: self.clone(), clock, tokens: 0, ran: false })
+    }
+
+    /// How the first token of a prompt is held back, where that is wanted.
+    pub(crate) fn padding(&self, chain: &KeyChain, now: Time) -> Option<Padding> {
+        let cell = self.terms().padding?;
+        Some(Padding::new(cell, &self.sent, chain.keys(), chain.block_size(), now))
     }
 
     fn refuse(&self, Exceeded { limit, retry_after }: Exceeded) -> Refusal {
@@ -178,7 +197,7 @@ impl Terms {
         let share = Share { tenant: xxh3_64(tenant.name.as_bytes()), weight: tenant.weight };
         let secret = config.gateway.salt_secret.as_ref().filter(|_| tenant.isolation == Isolation::Salt);
         let salts = secret.map(|secret| Salts::new(secret, &tenant.name));
-        Self { priorities: tenant.priorities(&config.policy.classes), salts, share }
+        Self { priorities: tenant.priorities(&config.policy.classes), salts, share, padding: tenant.ttft_padding }
     }
 
     /// Its part of the fleet.
@@ -189,6 +208,11 @@ impl Terms {
     /// The salt of a request whose client sent `salt`; `None` where the tenant shares its prefixes.
     pub(crate) fn salt(&self, salt: Option<&str>) -> Option<String> {
         self.salts.as_ref().map(|salts| salts.of(salt))
+    }
+
+    /// Whose text is remembered together: its own where its prefixes are.
+    pub(crate) fn text_domain(&self) -> u64 {
+        if self.salts.is_some() { self.share.tenant } else { 0 }
     }
 
     /// The priority that a request gets: the one asked for, else the next less important one that the tenant may use, else its least

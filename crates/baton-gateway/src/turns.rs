@@ -62,6 +62,7 @@ struct PlainMessage<'a> {
 /// The parts of one conversation, of which some are known.
 #[derive(Debug)]
 pub(crate) struct Parts {
+    domain: u64,
     keys: Vec<u128>,
     known: Vec<Option<Arc<[u32]>>>,
     /// Bytes of the messages that are not known.
@@ -110,9 +111,9 @@ impl Turns {
         self.pieces.bytes()
     }
 
-    /// Looks the parts up.
-    pub(crate) fn find(&self, chat: &ChatPrompt) -> Parts {
-        let mut variant = Xxh3::new();
+    /// Looks the parts up, among those that were seen in the domain.
+    pub(crate) fn find(&self, chat: &ChatPrompt, domain: u64) -> Parts {
+        let mut variant = Xxh3::with_seed(domain);
         for part in [&chat.tools, &chat.kwargs] {
             variant.update(&(part.as_ref().map_or(u64::MAX, |part| part.len() as u64)).to_le_bytes());
             variant.update(part.as_deref().unwrap_or_default());
@@ -129,7 +130,7 @@ impl Turns {
             keys.iter().map(|&key| pieces.get(key).cloned()).collect()
         };
         let new_bytes = chat.messages.iter().zip(&known).filter(|(_, known)| known.is_none()).map(|(message, _)| message.len()).sum();
-        Parts { keys, known, new_bytes }
+        Parts { domain, keys, known, new_bytes }
     }
 
     /// The tokens of the whole. `None` where the conversation is not its parts.
@@ -164,7 +165,7 @@ impl Turns {
             if index > 0 && !self.segments.begins_with_special(&text) {
                 return None;
             }
-            let tokens: Arc<[u32]> = self.segments.encode(&text).into();
+            let tokens: Arc<[u32]> = self.segments.encode(&text, parts.domain).into();
             self.pieces.lock().insert(parts.keys[index], tokens.clone());
             parts.known[index] = Some(tokens);
         }
@@ -281,9 +282,9 @@ mod tests {
             let chat = chat(&messages, opens);
             // The second time from memory.
             for _ in 0..2 {
-                prop_assert_eq!(TURNS.encode(&chat, TURNS.find(&chat)), Some(whole.clone()));
+                prop_assert_eq!(TURNS.encode(&chat, TURNS.find(&chat, 0)), Some(whole.clone()));
             }
-            prop_assert_eq!(TURNS.find(&chat).new_bytes, 0);
+            prop_assert_eq!(TURNS.find(&chat, 0).new_bytes, 0);
         }
     }
 
@@ -303,10 +304,12 @@ mod tests {
     fn only_what_is_new_is_new() {
         let message = |number: u32| json!({ "role": "user", "content": format!("only what is new is new {number}") });
         let first = chat(&[message(1), message(2)], true);
-        TURNS.encode(&first, TURNS.find(&first)).unwrap();
+        TURNS.encode(&first, TURNS.find(&first, 0)).unwrap();
         let longer = chat(&[message(1), message(2), message(3)], true);
-        assert_eq!(TURNS.find(&longer).new_bytes, longer.messages[2].len());
+        assert_eq!(TURNS.find(&longer, 0).new_bytes, longer.messages[2].len());
+        let all = longer.messages.iter().map(Bytes::len).sum::<usize>();
+        assert_eq!(TURNS.find(&longer, 7).new_bytes, all, "whoever is of another domain finds nothing");
         let tools = ChatPrompt { tools: Some(Bytes::from_static(b"[]")), ..first };
-        assert!(TURNS.find(&tools).new_bytes > 0, "tools may stand in any part");
+        assert!(TURNS.find(&tools, 0).new_bytes > 0, "tools may stand in any part");
     }
 }

@@ -17,7 +17,8 @@ pub enum KvEvent {
         tokens: Vec<u32>,
         block_size: BlockSize,
         adapter: Option<String>,
-        /// Present only with a chain's first block, as in vLLM's `extra_keys`.
+        /// Of the first of `hashes`: that of its whole chain at a chain's start, as in vLLM's `extra_keys`; behind a parent, one that enters
+        /// there, since what comes before is public.
         salt: Option<String>,
     },
     Removed {

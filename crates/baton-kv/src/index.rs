@@ -650,7 +650,11 @@ impl FleetIndex {
             return 0;
         }
         let domain = || KeyDomain { model: &self.model, adapter: adapter.as_deref(), salt: salt.as_deref() };
-        let before = place.map_or_else(|| domain().root(), |place| self.caches.key_at(place));
+        let before = match place.map(|place| self.caches.key_at(place)) {
+            None => domain().root(),
+            // Behind public blocks the salt enters.
+            Some(before) => salt.as_deref().filter(|_| block == 0).map_or(before, |salt| before.salted(salt)),
+        };
         let keys = chain_keys(before, &tokens[block * size..end * size], *block_size);
         let mut unnamed = total - block;
         for (keys, hashes) in keys.chunks(AT_ONCE).zip(hashes[block..end].chunks(AT_ONCE)) {

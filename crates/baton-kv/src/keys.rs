@@ -14,7 +14,7 @@ pub struct KeyDomain<'a> {
     pub model: &'a str,
     /// LoRA adapter with its revision; `None` for the base model.
     pub adapter: Option<&'a str>,
-    /// Separates tenants whose prefixes must not be shared; `None` is the public domain.
+    /// Separates tenants whose prefixes must not be shared, from the first block on; `None` is the public domain.
     pub salt: Option<&'a str>,
 }
 
@@ -34,6 +34,14 @@ impl KeyDomain<'_> {
 }
 
 impl BlockKey {
+    /// The parent of a block behind this one at which a salt enters the chain: this one is found without it, that one and all that follow
+    /// are found with it only.
+    #[must_use]
+    pub fn salted(self, salt: &str) -> Self {
+        // Another seed than that of a child, whose tokens may have the same bytes.
+        Self(xxh3_64_with_seed(salt.as_bytes(), !self.0))
+    }
+
     /// Key of the block that follows this one and holds `tokens`.
     #[must_use]
     pub fn child(self, tokens: &[u32]) -> Self {
@@ -83,6 +91,15 @@ mod tests {
         ];
         let roots: std::collections::BTreeSet<_> = domains.iter().map(KeyDomain::root).collect();
         assert_eq!(roots.len(), domains.len());
+    }
+
+    #[test]
+    fn a_salt_amid_a_chain_is_no_token_and_no_other_salt() {
+        let block = PUBLIC.root().child(&[1, 2]);
+        let same_bytes = [u32::from_le_bytes(*b"salt")];
+        let parents =
+            [block, block.salted("salt"), block.salted("other"), block.salted(""), block.child(&same_bytes), PUBLIC.root().salted("salt")];
+        assert_eq!(std::collections::BTreeSet::from(parents).len(), parents.len());
     }
 
     #[test]

@@ -112,17 +112,16 @@ impl KvPool {
         BlockTable { blocks: Vec::new(), committed: 0, epoch: self.epoch, domain }
     }
 
-    /// The longest cached prefix of `tokens` in this domain, in full blocks and at most `limit` of them. `keys` are the chain keys
+    /// The longest cached prefix of `tokens` in this domain, in full blocks and at most `limit` of them. `keys` are the domain's keys
     /// of the full blocks of `tokens`.
     pub fn find_prefix(&self, domain: &Arc<CacheDomain>, keys: &[BlockKey], tokens: &[u32], limit: Blocks) -> CachedPrefix {
         let mut prefix = CachedPrefix { domain: domain.clone(), blocks: Vec::new(), reclaimable: Blocks::ZERO };
-        let mut parent = Parent::Root(domain.clone());
         let chunks = tokens.chunks_exact(self.size.get() as usize);
         for (key, tokens) in keys.iter().zip(chunks).take(limit.0 as usize) {
+            let parent = Parent::of(domain, prefix.blocks.len(), prefix.blocks.last().copied());
             let Some(block) = self.cache.find(*key, &parent, tokens) else { break };
             prefix.blocks.push(block);
             prefix.reclaimable += Blocks(u32::from(self.references[block.index()] == 0));
-            parent = Parent::Block(block);
         }
         prefix
     }
@@ -182,7 +181,7 @@ impl KvPool {
         BlockTable { blocks: table.blocks.clone(), domain: table.domain.clone(), ..*table }
     }
 
-    /// Caches the blocks of a table that have become full: `keys` are the chain keys of all full blocks of `tokens`, whose KV
+    /// Caches the blocks of a table that have become full: `keys` are its domain's keys of all full blocks of `tokens`, whose KV
     /// exists. Nothing is cached behind a block that is not cached itself (its key collided), nor
     /// anything of a table that is older than the last reset.
     pub fn commit(&mut self, table: &mut BlockTable, keys: &[BlockKey], tokens: &[u32]) {
@@ -191,11 +190,11 @@ impl KvPool {
         }
         let size = self.size.get() as usize;
         for index in table.committed as usize..keys.len() {
-            let parent = match index.checked_sub(1).map(|before| table.blocks[before]) {
-                None => Parent::Root(table.domain.clone()),
-                Some(before) if self.cache.holds(before) => Parent::Block(before),
-                Some(_) => break,
-            };
+            let before = index.checked_sub(1).map(|before| table.blocks[before]);
+            if before.is_some_and(|before| !self.cache.holds(before)) {
+                break;
+            }
+            let parent = Parent::of(&table.domain, index, before);
             let tokens = &tokens[index * size..][..size];
             let own = table.blocks[index];
             if let Some(cached) = self.cache.find(keys[index], &parent, tokens) {

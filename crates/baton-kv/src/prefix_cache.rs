@@ -1,39 +1,129 @@
 use std::{collections::HashMap, hash::BuildHasherDefault, sync::Arc};
 
-use baton_units::BlockSize;
+use baton_units::{BlockSize, Blocks};
 
 use crate::{BlockId, BlockKey, EngineHash, KeyDomain, KeyHasher, KvEvent};
 
-/// What besides the tokens decides the KV of a chain of blocks, with its root key; the owned form of [`KeyDomain`].
+/// What besides the tokens decides the KV of a chain of blocks and who may find it, with its root key; the owned form of [`KeyDomain`], in
+/// which the salt may enter behind the first blocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheDomain {
     pub model: String,
     pub adapter: Option<String>,
     pub salt: Option<String>,
+    /// Leading blocks that are found whatever the salt; none where there is no salt.
+    public: Blocks,
     root: BlockKey,
 }
 
 impl CacheDomain {
     pub fn new(domain: KeyDomain<'_>) -> Self {
+        Self::with_public(domain, Blocks::ZERO)
+    }
+
+    /// One whose first `public` blocks are those of the domain without salt.
+    pub fn with_public(domain: KeyDomain<'_>, public: Blocks) -> Self {
+        let public = if domain.salt.is_some() { public } else { Blocks::ZERO };
+        let first = if public == Blocks::ZERO { domain } else { KeyDomain { salt: None, ..domain } };
         Self {
             model: domain.model.to_owned(),
             adapter: domain.adapter.map(str::to_owned),
             salt: domain.salt.map(str::to_owned),
-            root: domain.root(),
+            public,
+            root: first.root(),
         }
+    }
+
+    /// Leading blocks that any salt shares.
+    pub fn public(&self) -> Blocks {
+        self.public
     }
 
     /// The parent key of a chain's first block.
     pub fn root(&self) -> BlockKey {
         self.root
     }
+
+    /// The parent key of the chain's block number `index`, of which the one before has the key `before`.
+    fn parent_key(&self, index: usize, before: BlockKey) -> BlockKey {
+        self.salt_at(index).map_or(before, |salt| before.salted(salt))
+    }
+
+    /// The key of the chain's next block behind those with the keys `before`.
+    pub fn next_key(&self, before: &[BlockKey], tokens: &[u32]) -> BlockKey {
+        let last = before.last().copied().unwrap_or(self.root);
+        self.parent_key(before.len(), last).child(tokens)
+    }
+
+    /// Keys of the full blocks of `tokens`, first block first; a last part that fills no block has no key.
+    pub fn keys(&self, tokens: &[u32], size: BlockSize) -> Vec<BlockKey> {
+        let blocks = tokens.chunks_exact(size.get() as usize).enumerate();
+        let next = |before: &mut BlockKey, (index, tokens): (usize, &[u32])| {
+            *before = self.parent_key(index, *before).child(tokens);
+            Some(*before)
+        };
+        blocks.scan(self.root, next).collect()
+    }
+
+    /// The salt that enters with the chain's block number `index`, other than the first.
+    fn salt_at(&self, index: usize) -> Option<&str> {
+        self.salt.as_deref().filter(|_| index > 0 && index == self.public.0 as usize)
+    }
+
+    /// The salt of the first block.
+    fn first_salt(&self) -> Option<&str> {
+        self.salt.as_deref().filter(|_| self.public == Blocks::ZERO)
+    }
 }
 
 /// The block that a cached block continues. The physical block is meant, not its key: see [`PrefixCache`].
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub(crate) enum Parent {
     Root(Arc<CacheDomain>),
+    /// The last public block of a chain that goes on under a salt.
+    Public(BlockId, Arc<CacheDomain>),
     Block(BlockId),
+}
+
+impl Parent {
+    /// Of the block number `index` in a chain of the domain, behind `before`.
+    pub(crate) fn of(domain: &Arc<CacheDomain>, index: usize, before: Option<BlockId>) -> Self {
+        match before {
+            None => Self::Root(domain.clone()),
+            Some(block) if domain.salt_at(index).is_some() => Self::Public(block, domain.clone()),
+            Some(block) => Self::Block(block),
+        }
+    }
+
+    fn block(&self) -> Option<BlockId> {
+        match self {
+            Self::Root(_) => None,
+            Self::Public(block, _) | Self::Block(block) => Some(*block),
+        }
+    }
+
+    /// The salt that enters the chain here.
+    fn salt(&self) -> Option<&str> {
+        match self {
+            Self::Root(domain) => domain.first_salt(),
+            Self::Public(_, domain) => domain.salt.as_deref(),
+            Self::Block(_) => None,
+        }
+    }
+}
+
+/// Whether what continues the one may be served as what continues the other.
+impl PartialEq for Parent {
+    fn eq(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Root(one), Self::Root(other)) => {
+                one.model == other.model && one.adapter == other.adapter && one.first_salt() == other.first_salt()
+            }
+            (Self::Public(block, domain), Self::Public(other, other_domain)) => block == other && domain.salt == other_domain.salt,
+            (Self::Block(block), Self::Block(other)) => block == other,
+            _ => false,
+        }
+    }
 }
 
 #[derive(Debug, Clone)]
@@ -45,8 +135,8 @@ struct Content {
 /// Finds full blocks by content, and tells of what it gained and lost.
 ///
 /// A key only speeds the search up. A block is found when its stored tokens, its parent block and, at the chain's root, its domain
-/// are those asked for; the parent was found in the same way, so by induction the whole prefix and the domain are equal. A second
-/// content whose key collides with a cached one is not cached at all.
+/// are those asked for, and where a salt enters the chain behind public blocks, the salt; the parent was found in the same way, so by
+/// induction the whole prefix and the domain are equal. A second content whose key collides with a cached one is not cached at all.
 ///
 /// The parent may be compared by its place in memory because a parent outlives its children in the cache: whoever uses a block
 /// uses its parent too, blocks are freed from the deepest, and eviction goes in order of freeing.
@@ -133,14 +223,12 @@ impl PrefixCache {
     /// Lengthens the last event when this block continues it, so that a prompt is one event rather than one per block.
     fn tell_stored(&mut self, key: BlockKey, parent: &Parent, tokens: &[u32], domain: &CacheDomain) {
         let Some(events) = &mut self.events else { return };
-        let parent_hash = match parent {
-            Parent::Root(_) => None,
-            Parent::Block(block) => {
-                let parent = self.contents[block.index()].as_ref().expect("a parent is cached as long as its children");
-                Some(EngineHash(parent.key.0))
-            }
-        };
-        if let (Some(parent), Some(KvEvent::Stored { hashes, tokens: stored, .. })) = (parent_hash, events.last_mut())
+        let parent_hash = parent.block().map(|block| {
+            let parent = self.contents[block.index()].as_ref().expect("a parent is cached as long as its children");
+            EngineHash(parent.key.0)
+        });
+        if let (Parent::Block(_), Some(parent), Some(KvEvent::Stored { hashes, tokens: stored, .. })) =
+            (parent, parent_hash, events.last_mut())
             && hashes.last() == Some(&parent)
         {
             hashes.push(EngineHash(key.0));
@@ -153,7 +241,7 @@ impl PrefixCache {
             tokens: tokens.to_vec(),
             block_size: self.size,
             adapter: domain.adapter.clone(),
-            salt: if parent_hash.is_none() { domain.salt.clone() } else { None },
+            salt: parent.salt().map(str::to_owned),
         });
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use baton_engine::{SamplingOptions, SamplingParams};
-use baton_wire::openai::{ChatRequest, CompletionRequest, ErrorBody, Head, Sampling};
+use baton_wire::openai::{ChatRequest, CompletionRequest, ErrorBody, Head, PublicTokens, Sampling};
 
 use crate::{
     Answer, Asked, Format, Service, TextOptions, chat, check_prompt, check_supported,
@@ -40,6 +40,8 @@ pub struct Understood {
     pub priority: i32,
     /// Separates prefixes that must not be shared.
     pub salt: Option<String>,
+    /// Of each prompt that begins with them.
+    pub public: Option<PublicTokens>,
     /// The answer is a stream of events, not one body.
     pub stream: bool,
     pub answer: Answer,
@@ -111,6 +113,7 @@ impl Checked {
             priority: self.priority,
             stream: self.sampling.is_stream(),
             salt: self.sampling.cache_salt,
+            public: self.sampling.cache_public,
             answer,
         })
     }

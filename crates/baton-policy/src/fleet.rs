@@ -149,14 +149,7 @@ impl Replica {
 
     /// Prefill of a prompt after a hit, as this replica's engine runs it.
     pub(crate) fn prefill_ms(&self, prompt: Tokens, hit: Tokens) -> f64 {
-        let (new, step) = (prompt.saturating_sub(hit), &self.spec.step);
-        match self.spec.discipline {
-            Discipline::Serial => step.prefill_ms(new, hit),
-            Discipline::Chunked { budget } => step.prefill_chunked_ms(new, hit, budget),
-            Discipline::Interleaved { budget, long_chunk } => {
-                step.prefill_chunked_ms(new, hit, if new > long_chunk { long_chunk } else { budget })
-            }
-        }
+        self.spec.prefill_ms(prompt, hit)
     }
 
     /// Work to compute the block at `depth` of a chain again.

@@ -18,6 +18,20 @@ pub struct ReplicaSpec {
     pub step: StepCoefficients,
 }
 
+impl ReplicaSpec {
+    /// Prefill of a prompt after a hit, as the engine runs it.
+    pub fn prefill_ms(&self, prompt: Tokens, hit: Tokens) -> f64 {
+        let (new, step) = (prompt.saturating_sub(hit), &self.step);
+        match self.discipline {
+            Discipline::Serial => step.prefill_ms(new, hit),
+            Discipline::Chunked { budget } => step.prefill_chunked_ms(new, hit, budget),
+            Discipline::Interleaved { budget, long_chunk } => {
+                step.prefill_chunked_ms(new, hit, if new > long_chunk { long_chunk } else { budget })
+            }
+        }
+    }
+}
+
 /// How an engine shares its time between prompts; it decides what a wait and a prefill cost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

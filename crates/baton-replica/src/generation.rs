@@ -2,7 +2,7 @@
 
 use baton_engine::{NewRequest, Output, SubmitError};
 use baton_openai::{Answer, Pushed, Token, Understood};
-use baton_units::{Priority, RequestId};
+use baton_units::{Priority, RequestId, Tokens};
 use baton_wire::openai::ErrorBody;
 use bytes::Bytes;
 use tokio::sync::mpsc;
@@ -41,7 +41,7 @@ pub(crate) enum Step {
 impl Generation {
     /// Submits all prompts and waits until the engine has taken them. `name` gives the id by which `/abort_requests` knows a prompt.
     pub(crate) async fn start(engine: &EngineHandle, understood: Understood, name: impl Fn(usize) -> String) -> Result<Self, ErrorBody> {
-        let Understood { prompts, choices, seed, priority, salt, stream: _, answer } = understood;
+        let Understood { prompts, choices, seed, priority, salt, public, stream: _, answer } = understood;
         let room = |prompt: &baton_openai::Prompt| 2 + choices as usize * prompt.params.max_tokens.unwrap_or(0) as usize;
         let (sender, updates) = mpsc::channel(prompts.iter().map(room).sum::<usize>().max(1));
         engine.begin_generation();
@@ -54,6 +54,7 @@ impl Generation {
                 prompt_index: slot as u32,
                 priority: Priority(priority),
                 salt: salt.clone(),
+                public: public.map_or(Tokens::ZERO, |public| public.of(&prompt.tokens)),
                 ..NewRequest::new(generation.ids[slot], prompt.tokens, prompt.params)
             };
             let submission = Submission { request, name: name(slot), slot, updates: sender.clone() };

@@ -14,7 +14,7 @@ pub use chunk::{ChatChunk, ChatChunkChoice, CompletionChunk, CompletionChunkChoi
 pub use error::{ErrorBody, ErrorResponse, parse};
 pub use logprobs::{ChatLogprobs, CompletionLogprobs, PromptLogprob, TokenLogprob, TopLogprob, prompt_logprobs};
 pub use models::{ModelCard, ModelList, ModelPermission};
-pub use request::{ChatRequest, CompletionRequest, Prompt, Sampling, Stop, StreamOptions};
+pub use request::{ChatRequest, CompletionRequest, Prompt, PublicTokens, Sampling, Stop, StreamOptions};
 pub use response::{ChatChoice, ChatCompletion, Completion, CompletionChoice, FinishReason, FunctionCall, Message, ToolCall};
 pub use tokenize::{DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse};
 pub use usage::{PromptTokensDetails, Usage};

@@ -268,6 +268,30 @@ pub(super) async fn holder_stops(suite: &Suite) -> Checked {
     coming.ended().await
 }
 
+/// Two salts in turn, for which the first half of the prompt does not count.
+pub(super) async fn public_tokens(suite: &Suite) -> Checked {
+    let mut holder = Holder::computed(suite).await?;
+    holder.spec.public = holder.spec.prompt.len() as u32 / 2;
+    let size = holder.size;
+    let whole_blocks = |tokens: u32| Tokens(tokens).full_blocks(size).to_tokens(size).0;
+    let (public, most) = (whole_blocks(holder.spec.public), whole_blocks(holder.spec.prompt.len() as u32 - 1));
+    let mut found = Vec::new();
+    for salt in [random()?, random()?] {
+        holder.spec.salt = Some(format!("{salt:x}"));
+        for _ in 0..2 {
+            let (place, sequence) = (holder.place, FINDS + 1 + found.len() as u64);
+            found.push(holder.cached_at(place, sequence).await?);
+        }
+    }
+    if found == [0, most, 0, most] {
+        return skipped("the replica shares less: all of a salted prompt is under its salt");
+    }
+    // Another client may have had what is public before.
+    let wanted = [found[0].min(public), most, public, most];
+    demand!(found == wanted, "{found:?} tokens were found under one salt, again, under another, again; {wanted:?} were due");
+    Ok(())
+}
+
 /// What some replica has, under a salt that no other one has.
 async fn luggage(suite: &Suite) -> Checked<(Holder, Luggage)> {
     let mut sending = Holder::sends(suite).await?;

@@ -1,6 +1,8 @@
 //! Cached prefixes that are copied from engine to engine, without a sequence.
 
-use baton_kv::{BlockKey, OutOfBlocks, chain_keys};
+use std::sync::Arc;
+
+use baton_kv::{BlockKey, CacheDomain, OutOfBlocks};
 use baton_units::{Blocks, Tokens};
 
 use super::{Engine, target::Preparation};
@@ -25,9 +27,8 @@ impl Engine {
         }
         let size = self.config.block_size;
         let full = Tokens(prefix.tokens.len() as u32).full_blocks(size);
-        let (domain, tokens) =
-            (self.domain_of(prefix.adapter.as_deref(), prefix.salt.as_deref()), prefix.tokens[..full.to_tokens(size).0 as usize].to_vec());
-        let found = self.pool.find_prefix(&domain, &chain_keys(domain.root(), &tokens, size), &tokens, full);
+        let (domain, tokens) = (self.domain_of_prefix(prefix), prefix.tokens[..full.to_tokens(size).0 as usize].to_vec());
+        let found = self.pool.find_prefix(&domain, &domain.keys(&tokens, size), &tokens, full);
         let (held, room) = (found.len(), found.len().max(blocks.min(full)));
         // Who runs keeps the reserve that it was admitted with.
         let reserve = if room == held || self.running.is_empty() { Blocks::ZERO } else { self.config.watermark_blocks() };
@@ -46,8 +47,11 @@ impl Engine {
 
     /// Names of the prefix's full blocks, in order.
     pub fn keys_of(&self, prefix: &Prefix) -> Vec<BlockKey> {
-        let domain = self.domain_of(prefix.adapter.as_deref(), prefix.salt.as_deref());
-        chain_keys(domain.root(), &prefix.tokens, self.config.block_size)
+        self.domain_of_prefix(prefix).keys(&prefix.tokens, self.config.block_size)
+    }
+
+    fn domain_of_prefix(&self, Prefix { adapter, salt, public, .. }: &Prefix) -> Arc<CacheDomain> {
+        self.domain_of(adapter.as_deref(), salt.as_deref(), *public)
     }
 
     /// Caches the blocks of a held prefix, whose KV has been written, and lets go of them: they are found, told of and evicted as if they
@@ -62,7 +66,7 @@ impl Engine {
         let Preparation { tokens, mut table, .. } = preparation.ok_or(MoveRefusal::NotPrepared(id))?;
         let size = self.config.block_size;
         let tokens = &tokens[..Blocks(table.blocks().len() as u32).to_tokens(size).0 as usize];
-        let keys = chain_keys(table.domain().root(), tokens, size);
+        let keys = table.domain().keys(tokens, size);
         self.pool.commit(&mut table, &keys, tokens);
         let cached = table.blocks().iter().take_while(|block| self.pool.is_cached(**block)).count();
         self.pool.release(table);

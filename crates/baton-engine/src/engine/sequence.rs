@@ -128,8 +128,8 @@ impl Sequence {
 
     fn extend_keys(&mut self, full: usize, size: usize) {
         while self.keys.len() < full {
-            let parent = self.keys.last().copied().unwrap_or_else(|| self.shared.domain.root());
-            self.keys.push(parent.child(&self.tokens[self.keys.len() * size..][..size]));
+            let key = self.shared.domain.next_key(&self.keys, &self.tokens[self.keys.len() * size..][..size]);
+            self.keys.push(key);
         }
     }
 

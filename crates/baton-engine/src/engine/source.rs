@@ -150,6 +150,7 @@ impl Engine {
                 priority: shared.priority,
                 adapter: domain.adapter.clone(),
                 salt: domain.salt.clone(),
+                public: domain.public().to_tokens(self.config.block_size),
             },
             output: output.to_vec(),
             model: domain.model.clone(),

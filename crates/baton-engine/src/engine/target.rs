@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use baton_kv::{BlockTable, CacheDomain, OutOfBlocks, chain_keys};
+use baton_kv::{BlockTable, CacheDomain, OutOfBlocks};
 use baton_units::{BlockSize, Blocks, RequestId, Time, Tokens};
 
 use super::{
@@ -41,7 +41,7 @@ impl Engine {
         let mut tokens = state.tokens();
         // The last token is computed in any case, for its logits.
         let limit = (state.total() - Tokens(1)).full_blocks(size);
-        let prefix = self.pool.find_prefix(&domain, &chain_keys(domain.root(), &tokens, size), &tokens, limit);
+        let prefix = self.pool.find_prefix(&domain, &domain.keys(&tokens, size), &tokens, limit);
         let held = prefix.len();
         let room = state.computed.max(held.to_tokens(size));
         let reserve = if self.running.is_empty() { Blocks::ZERO } else { self.config.watermark_blocks() };

@@ -8,7 +8,7 @@ mod speed;
 use std::collections::{BTreeMap, BTreeSet};
 
 use baton_cost::StepCoefficients;
-use baton_kv::{EngineHash, KvEvent};
+use baton_kv::{EngineHash, KvEvent, chain_keys};
 use baton_units::{BlockSize, Blocks};
 
 use super::*;

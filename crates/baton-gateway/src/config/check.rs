@@ -34,6 +34,7 @@ impl GatewayConfig {
         check.engines(self);
         check.discovery(self);
         check.tenants(self);
+        check.public_prefixes(self);
         ConfigError::unless(check.faults)
     }
 }
@@ -185,6 +186,14 @@ impl Check {
         }
     }
 
+    fn public_prefixes(&mut self, config: &GatewayConfig) {
+        for (place, prefix) in config.public_prefixes.iter().enumerate() {
+            if prefix.system.is_none() && prefix.text.is_none() {
+                self.refuse(format!("public_prefixes[{place}].system"), "(none)", "nothing is public by this; give system or text");
+            }
+        }
+    }
+
     fn tenants(&mut self, config: &GatewayConfig) {
         let (mut names, mut keys) = (BTreeSet::new(), BTreeSet::new());
         for (place, tenant) in config.tenants.iter().enumerate() {
@@ -210,6 +219,11 @@ impl Check {
             for (name, bound) in bounds {
                 self.positive(option(name), bound.unwrap_or(1));
             }
+            self.lasting(
+                option("ttft_padding"),
+                tenant.ttft_padding.unwrap_or(Duration::MAX),
+                "a span has a length; give more, or leave it out",
+            );
             if !tenant.weight.is_finite() || tenant.weight <= 0.0 {
                 self.refuse(option("weight"), tenant.weight, "a weight must be a number above 0");
             }

@@ -6,15 +6,15 @@ use baton_policy::PriceWeights;
 use documented::{Documented, DocumentedFields};
 
 use super::{
-    ClassConfig, DiscoveryConfig, EngineConfig, EngineTemplate, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig, TenantConfig,
-    TlsConfig,
+    ClassConfig, DiscoveryConfig, EngineConfig, EngineTemplate, FrontConfig, GatewayConfig, MovesConfig, PolicyConfig, PublicPrefixConfig,
+    TenantConfig, TlsConfig,
 };
 
 /// Columns of a comment in the skeleton.
 const COLUMNS: usize = 110;
 
 /// Values that are no default, for options without one.
-const EXAMPLES: [(&str, &str); 60] = [
+const EXAMPLES: [(&str, &str); 63] = [
     ("gateway.admin_bind", "\"127.0.0.1:8081\""),
     ("gateway.admin_key", "{ env = \"BATON_ADMIN_KEY\" }"),
     ("gateway.salt_secret", "{ env = \"BATON_SALT_SECRET\" }"),
@@ -71,10 +71,13 @@ const EXAMPLES: [(&str, &str); 60] = [
     ("tenants.priority_max", "0"),
     ("tenants.classes", "[\"default\"]"),
     ("tenants.isolation", "\"salt\""),
+    ("tenants.ttft_padding", "\"50ms\""),
     ("tenants.weight", "1.0"),
     ("tenants.requests_per_minute", "600"),
     ("tenants.tokens_per_minute", "1000000"),
     ("tenants.concurrency", "64"),
+    ("public_prefixes.system", "\"You are a helpful assistant.\""),
+    ("public_prefixes.text", "\"Answer briefly.\\n\""),
 ];
 
 /// A table of the file.
@@ -112,7 +115,7 @@ const fn section<T: Documented + DocumentedFields>(path: &'static str, presence:
     Section { path, presence, about: T::DOCS, names: T::FIELD_NAMES, docs: T::FIELD_DOCS }
 }
 
-const SECTIONS: [Section; 10] = [
+const SECTIONS: [Section; 11] = [
     section::<FrontConfig>("gateway", Presence::Once),
     section::<TlsConfig>("gateway.tls", Presence::MaybeOnce),
     section::<EngineConfig>("engines", Presence::Often),
@@ -121,6 +124,7 @@ const SECTIONS: [Section; 10] = [
     section::<PriceWeights>("policy.weights", Presence::Once),
     section::<MovesConfig>("moves", Presence::Once),
     section::<TenantConfig>("tenants", Presence::MaybeOften),
+    section::<PublicPrefixConfig>("public_prefixes", Presence::MaybeOften),
     section::<DiscoveryConfig>("discovery", Presence::MaybeOften),
     section::<EngineTemplate>("discovery.engine", Presence::MaybeOnce),
 ];

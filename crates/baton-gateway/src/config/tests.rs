@@ -173,6 +173,22 @@ fn tenants_are_kept_apart_only_where_that_is_possible() {
 }
 
 #[test]
+fn public_prefixes_are_texts_or_files_with_them() {
+    let read = |table: &str| GatewayConfig::from_toml(&format!("{ENGINE}[[public_prefixes]]\n{table}\n"));
+    let file = std::env::temp_dir().join(format!("baton-public-{}", std::process::id()));
+    std::fs::write(&file, "Be kind.\n").unwrap();
+    let config = read(&format!("system = {{ file = \"{}\" }}\ntext = \"Be brief.\"", file.display())).unwrap();
+    std::fs::remove_file(&file).unwrap();
+    let [prefix] = &config.public_prefixes[..] else { panic!("{config:?}") };
+    assert_eq!((prefix.system.as_ref().unwrap().as_str(), prefix.text.as_ref().unwrap().as_str()), ("Be kind.\n", "Be brief."));
+    let told = |table: &str| read(table).unwrap_err().to_string();
+    assert!(told("").contains("line 4: public_prefixes[0].system = (none): nothing is public by this"), "{}", told(""));
+    assert!(told("system = \"\"").contains("at least one character"));
+    assert!(told("system = { file = \"/nowhere\" }").contains("/nowhere cannot be read"));
+    assert!(told("system = 5").contains("public_prefixes[0].system"));
+}
+
+#[test]
 fn the_skeleton_is_valid_and_has_the_defaults() {
     let config = GatewayConfig::from_toml(&skeleton()).unwrap();
     assert_eq!(config.engines.len(), 1);

@@ -2,7 +2,7 @@
 
 use std::{env, fmt, fs, str::FromStr};
 
-use serde::{Deserialize, Deserializer};
+use serde::{Deserialize, Deserializer, Serialize};
 use sha2::{Digest as _, Sha256};
 
 /// A key. In the file it is the text itself, `{ env = "NAME" }` or `{ file = "PATH" }`: read from there when the file is, so that the file
@@ -32,6 +32,46 @@ impl<'de> Deserialize<'de> for Secret {
         let text = resolve(&toml::Value::deserialize(deserializer)?).map_err(serde::de::Error::custom)?;
         if text.is_empty() {
             return Err(serde::de::Error::custom("a key has at least one character"));
+        }
+        Ok(Self(text))
+    }
+}
+
+/// A text that is no secret. In the file it is the text itself or `{ file = "PATH" }`, which is read when the file is, to its last byte.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub struct Text(String);
+
+impl Text {
+    pub fn new(text: impl Into<String>) -> Self {
+        Self(text.into())
+    }
+
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl<'de> Deserialize<'de> for Text {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged, expecting = "a text is text or { file = \"PATH\" }")]
+        enum Written {
+            Text(String),
+            File(Place),
+        }
+        #[derive(Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Place {
+            file: String,
+        }
+        let text = match Written::deserialize(deserializer)? {
+            Written::Text(text) => text,
+            Written::File(Place { file }) => fs::read_to_string(&file)
+                .map_err(|error| serde::de::Error::custom(format!("the text's file {file} cannot be read: {error}")))?,
+        };
+        if text.is_empty() {
+            return Err(serde::de::Error::custom("a text has at least one character"));
         }
         Ok(Self(text))
     }

@@ -47,14 +47,8 @@ pub(super) async fn compare(upstream: &Upstream, engine: &Engine, model: &str, t
     };
     let read = |answer: Result<Bytes, FetchError>| serde_json::from_slice::<Answer>(&answer.ok()?).ok().map(|answer| answer.tokens);
     let (theirs, their_chat) = (read(theirs), read(their_chat));
-    let chat = ChatPrompt {
-        messages: messages.iter().map(|message| message.to_string().into()).collect(),
-        tools: None,
-        kwargs: None,
-        add_generation_prompt: true,
-        add_special: false,
-    };
-    let chat = Tokenization::new(Some(text.clone()), CACHE_BYTES).tokenize(&PromptSource::Chat(chat)).await;
+    let chat = ChatPrompt::of(&messages);
+    let chat = Tokenization::new(Some(text.clone()), CACHE_BYTES).tokenize(&PromptSource::Chat(chat), 0).await;
     let agreements =
         [theirs.map(|theirs| theirs == text.encode(TEXT, false)), their_chat.filter(|_| chat.exact).map(|theirs| theirs == chat.tokens)];
     match agreements {

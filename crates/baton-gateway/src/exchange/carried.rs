@@ -66,11 +66,12 @@ impl Exchange {
                 return true;
             }
         };
-        let Understood { prompts, choices, seed, priority, salt, answer, .. } = understood;
+        let Understood { prompts, choices, seed, priority, salt, public, answer, .. } = understood;
         let live = &self.admitted.live;
         let each = prompts.into_iter().zip(0..).map(|(prompt, prompt_index)| RunRequest {
             model: live.model.clone(),
             sampling: baton_openai::sampling_to_wire(&prompt.params),
+            public: public.map_or(0, |public| public.of(&prompt.tokens).0),
             prompt: prompt.tokens,
             seed,
             prompt_index,
@@ -142,11 +143,15 @@ impl Exchange {
                     }
                 }
                 RunEvent::Cached(tokens) => {
+                    let own = self.admitted.padding.as_ref().map(|padding| padding.own);
+                    let before = self.cached.unwrap_or_default();
                     if let Some(carrying) = self.carrying()
                         && let Some(prompt) = carrying.run.first_of(choice)
                     {
-                        carrying.answer.set_cached(prompt, tokens);
-                        self.cached = Some(Tokens(carrying.answer.counts().cached));
+                        let shown = own.map_or(tokens, |own| tokens.min(own.0));
+                        carrying.answer.set_cached(prompt, shown);
+                        let all = own.map_or(Tokens(carrying.answer.counts().cached), |_| before + Tokens(tokens));
+                        self.cached = Some(all);
                     }
                 }
                 RunEvent::Moved(replica) => self.moved(replica),
@@ -207,10 +212,12 @@ impl Exchange {
         let Carrying { answer, body, .. } = *carrying;
         let (chat, counts) = (self.admitted.intake.api == Api::Chat, answer.counts());
         self.answer_written(answer, body);
+        // The client may have been shown less.
+        let cached = self.cached.map_or(counts.cached, |cached| cached.0);
         self.usage = Some(if chat {
-            Usage::chat(counts.prompt, counts.output, counts.cached, 0)
+            Usage::chat(counts.prompt, counts.output, cached, 0)
         } else {
-            Usage::completion(counts.prompt, counts.output, counts.cached)
+            Usage::completion(counts.prompt, counts.output, cached)
         });
         self.observe(&engine);
         self.session.handle(Input::Completed { epoch }, self.fleet.clock.now());

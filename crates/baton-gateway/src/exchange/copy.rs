@@ -6,7 +6,7 @@ use std::{collections::VecDeque, future::poll_fn, pin::Pin, sync::Arc};
 
 use baton_policy::{Outcome, PrefixCopy, PrefixFetch};
 use baton_units::{Blocks, ReplicaId, Tokens};
-use baton_wire::migration::RunRequest;
+use baton_wire::{migration::RunRequest, openai::PublicTokens};
 use bytes::Bytes;
 use http::StatusCode;
 use tokio::{sync::oneshot, time::timeout};
@@ -73,6 +73,7 @@ fn prefix_run(admitted: &Admitted, tokens: Tokens) -> Option<RunRequest> {
         model: admitted.live.model.clone(),
         prompt: admitted.chain.tokens().get(..tokens.0 as usize)?.to_vec(),
         salt: admitted.intake.salt.clone(),
+        public: admitted.chain.public().0,
         ..RunRequest::default()
     })
 }
@@ -133,6 +134,10 @@ fn start(fleet: &Fleet, admitted: &Admitted, copy: &PrefixCopy) -> Option<Attemp
     let mut body = serde_json::json!({ "model": admitted.live.model, "prompt": prefix, "max_tokens": 1, "temperature": 0 });
     if let Some(salt) = &admitted.intake.salt {
         body["cache_salt"] = salt.as_str().into();
+        let public = (admitted.chain.public().0 as usize).min(prefix.len());
+        if engine.config.kind.takes_public() && public > 0 {
+            body["cache_public"] = serde_json::json!(PublicTokens::new(&prefix[..public]));
+        }
     }
     let body = Bytes::from(body.to_string());
     let head = engine.lines.address().head(Api::Completions.path(), &fleet.upstream_id(copy.request, 1), body.len());

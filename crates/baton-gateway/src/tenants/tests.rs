@@ -101,7 +101,7 @@ proptest! {
         let classes: Vec<ClassConfig> = starts.iter().enumerate().map(class).collect();
         let names: Vec<String> = (0..classes.len()).filter(|place| allowed[*place]).map(|place| place.to_string()).collect();
         let config = TenantConfig { classes: names.clone(), priority_max: most, ..tenant("a", &[]) };
-        let terms = Terms { priorities: config.priorities(&classes), salts: None, share: Share { tenant: 0, weight: 1.0 } };
+        let terms = Terms { priorities: config.priorities(&classes), salts: None, share: Share { tenant: 0, weight: 1.0 }, padding: None };
         prop_assume!(!terms.priorities.is_empty());
         let may_use = |priority: i32| {
             let class = classes.iter().rposition(|class| class.from <= priority).unwrap_or(0);

@@ -1,11 +1,18 @@
 //! Tenants: whose key opens the door, and what it opens.
 
-use baton_gateway::{GatewayConfig, Isolation, KeyHash, Secret, TenantConfig};
+use std::{sync::Arc, time::Duration};
+
+use baton_gateway::{GatewayConfig, Isolation, KeyHash, PublicPrefixConfig, Secret, TenantConfig, Text};
+use baton_text::Tokenizer;
+use baton_wire::openai::PublicTokens;
 use http::{Method, Response, StatusCode};
 use hyper::body::Incoming;
 use serde_json::{Value, json};
 
-use crate::support::{Call, EventReader, FakeEngine, Front, config, read, read_json, recorded};
+use crate::{
+    copies::report,
+    support::{Call, EventReader, FakeEngine, Front, config, read, read_json, recorded},
+};
 
 const CHAT: &str = include_str!("../fixtures/chat-stream.resp");
 const ASK: &str = r#"{"model":"smollm2-135m","messages":[{"role":"user","content":"hi"}],"stream":true}"#;
@@ -263,4 +270,120 @@ async fn no_tenant_is_routed_by_anothers_prefix() {
     assert_eq!(believed("key-a").await, 0);
     assert!(believed("key-a").await >= 992, "its own is known");
     assert_eq!(believed("key-b").await, 0);
+}
+
+/// The next request of a client; what the gateway asks for itself is not answered.
+async fn generation(engine: &mut FakeEngine) -> Call {
+    loop {
+        let call = engine.call().await;
+        if call.path != "/tokenize" {
+            return call;
+        }
+        call.reply(404, b"{}");
+    }
+}
+
+/// What is said of the salt to a Baton engine, alone or beside an engine of another kind.
+async fn told_of_salt(prompt: &str, beside_another: bool) -> (Option<String>, Value) {
+    let (mut engine, mut other) = (FakeEngine::start().await, FakeEngine::start().await);
+    let mut config = GatewayConfig { engines: vec![engine.baton(&report(0))], ..config(&[]) };
+    if beside_another {
+        config.engines.push(other.config());
+    }
+    config.tenants = vec![TenantConfig { isolation: Isolation::Salt, ..tenant("a", "key-a") }];
+    config.gateway.salt_secret = Some(Secret::new("a secret of the test's own"));
+    config.public_prefixes = vec![PublicPrefixConfig { system: None, text: Some(Text::new("public ".repeat(100))) }];
+    let front = Front::with_text(config, Some(Arc::new(Tokenizer::bytes4()))).await;
+    let forged = PublicTokens::new(&Tokenizer::bytes4().encode(prompt, true));
+    let body = json!({ "model": "smollm2-135m", "prompt": prompt, "max_tokens": 1, "cache_public": forged }).to_string();
+    let response = front.spawn_post("/v1/completions", &body, &[("authorization", "Bearer key-a")]);
+    let call = tokio::select! { call = generation(&mut engine) => call, call = generation(&mut other) => call };
+    let salt = call.body.get("cache_salt").map(|salt| salt.as_str().unwrap().to_owned());
+    let public = call.body.get("cache_public").cloned().unwrap_or_default();
+    call.reply(400, b"{}");
+    read(response.await.unwrap()).await;
+    (salt, public)
+}
+
+#[tokio::test]
+async fn a_salt_counts_from_behind_what_the_operator_said_is_public_and_no_client_says_so() {
+    let prompt = format!("{}and what is mine", "public ".repeat(100));
+    let (salt, public) = told_of_salt(&prompt, false).await;
+    assert_eq!(salt.unwrap().len(), 64);
+    let shared = PublicTokens::new(&Tokenizer::bytes4().encode(&"public ".repeat(100), true));
+    assert_eq!(public, json!(shared));
+    assert_eq!(told_of_salt("what is mine alone", false).await.1, Value::Null);
+    // Another engine would not share it, and one key names a prompt's blocks at all engines.
+    assert_eq!(told_of_salt(&prompt, true).await.1, Value::Null);
+}
+
+/// Whether tenants see each other's numbers.
+#[tokio::test]
+async fn where_there_are_tenants_metrics_are_their_operators() {
+    let engine = FakeEngine::start().await;
+    let mut config = with_tenants(&engine, [tenant("a", "key-a")]);
+    config.gateway.admin_key = Some(Secret::new("operator"));
+    let front = Front::with(config.clone()).await;
+    let status = async |key: &str| front.send(Method::GET, "/metrics", &[("authorization", &format!("Bearer {key}"))], "").await.status();
+    assert_eq!([status("key-a").await, status("operator").await].map(|status| status.as_u16()), [401, 200]);
+    front.gateway.reload(&GatewayConfig { tenants: Vec::new(), ..config }).unwrap();
+    assert_eq!(status("").await, 200, "without tenants they are open");
+}
+
+/// What others may have made early is held back, for an hour here; an own prompt is not, nor one of a tenant that does not want it.
+#[tokio::test]
+async fn a_first_token_that_others_may_have_made_early_is_held_back() {
+    let mut engine = FakeEngine::start().await;
+    let padded = |cell| TenantConfig { ttft_padding: Some(cell), ..tenant("a", "key-a") };
+    let tenants = |cell| with_tenants(&engine, [padded(cell), tenant("b", "key-b")]);
+    let (at_once, in_an_hour) = (tenants(Duration::from_nanos(1)), tenants(Duration::from_hours(1)));
+    let front = Front::with(at_once).await;
+    let usage =
+        json!({ "prompt_tokens": 320, "completion_tokens": 1, "total_tokens": 321, "prompt_tokens_details": { "cached_tokens": 304 } });
+    let answer = json!({ "object": "text_completion", "choices": [], "usage": usage }).to_string();
+    let ask = async |engine: &mut FakeEngine, key: &str, first: u32| {
+        let prompt: Vec<u32> = (first..first + 320).collect();
+        let body = json!({ "model": "smollm2-135m", "prompt": prompt, "max_tokens": 1, "echo": true }).to_string();
+        let (response, call) = asked(&front, engine, key, "/v1/completions", &body).await;
+        call.reply(200, answer.as_bytes());
+        response
+    };
+    let cached = async |response: tokio::task::JoinHandle<Response<Incoming>>| {
+        read_json(response.await.unwrap()).await["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap()
+    };
+    assert_eq!(cached(ask(&mut engine, "key-a", 0).await).await, 0, "whoever sent it, it was not this tenant");
+    front.gateway.reload(&in_an_hour).unwrap();
+    let held = ask(&mut engine, "key-a", 1000).await;
+    // It has ended as far as the gateway's books go.
+    while front.get("/baton/v1/requests").await.1["requests"] != json!([]) {}
+    assert_eq!(cached(ask(&mut engine, "key-a", 0).await).await, 304, "it is the tenant's own");
+    assert_eq!(cached(ask(&mut engine, "key-b", 1000).await).await, 304);
+    assert!(!held.is_finished());
+    held.abort();
+}
+
+/// Without a noticeable delay the usage says no more than the times.
+#[tokio::test]
+async fn the_usage_shows_no_hits_on_what_others_sent() {
+    let mut engine = FakeEngine::start().await;
+    let padded = TenantConfig { ttft_padding: Some(Duration::from_nanos(1)), ..tenant("a", "key-a") };
+    let front = Front::with(with_tenants(&engine, [padded])).await;
+    for (stream, shown) in [(true, 0), (true, 304), (false, 304)] {
+        let body = json!({
+            "model": "smollm2-135m", "prompt": (0..320).collect::<Vec<u32>>(), "max_tokens": 1, "stream": stream, "stream_options": { "include_usage": true },
+        });
+        let (response, call) = asked(&front, &mut engine, "key-a", "/v1/completions", &body.to_string()).await;
+        let chunk = |choices: Value, usage: Value| {
+            let chunk = json!({ "id": "c", "object": "text_completion", "created": 1, "model": "smollm2-135m", "choices": choices, "usage": usage });
+            format!("data: {chunk}\n\n")
+        };
+        let choice =
+            json!([{ "index": 0, "text": "a", "logprobs": null, "finish_reason": "length", "stop_reason": null, "token_ids": [5] }]);
+        let usage =
+            json!({ "prompt_tokens": 320, "completion_tokens": 1, "total_tokens": 321, "prompt_tokens_details": { "cached_tokens": 304 } });
+        let events = [chunk(choice, Value::Null), chunk(json!([]), usage), "data: [DONE]\n\n".to_owned()].concat();
+        call.play(events.as_bytes()).await;
+        let text = String::from_utf8(read(response.await.unwrap()).await).unwrap();
+        assert!(text.contains(&format!("\"cached_tokens\":{shown}")), "{text}");
+    }
 }

@@ -2,10 +2,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 
-use baton_units::BlockSize;
+use baton_units::{BlockSize, Blocks};
 
 use super::*;
-use crate::{EngineHash, chain_keys};
+use crate::{CacheDomain, EngineHash, KvPool, chain_keys};
 
 const SIZE: BlockSize = BlockSize::new(2).unwrap();
 const LIFETIME: Duration = Duration::from_millis(10);
@@ -900,6 +900,29 @@ proptest! {
             prop_assert_eq!(restored.apply(replica, life, &batch, now), Applied::Ok);
         }
         prop_assert!(!engine.iter().any(|key| restored.confirmed(replica, *key)));
+    }
+}
+
+/// What an engine tells of a tenant's chain is found by that tenant's keys, its public blocks by any other's, and the rest by nobody else's.
+#[test]
+fn behind_public_blocks_a_chain_is_found_with_its_salt_only() {
+    let (replica, life, now) = (ReplicaId(0), Incarnation(0), Time::ZERO);
+    let domain = |salt, public| CacheDomain::with_public(KeyDomain { model: "m", adapter: None, salt }, Blocks(public));
+    let (tokens, shared) = (chain(&[1, 2, 3, 4, 5]), domain(Some("a"), 2));
+    let mut pool = KvPool::new(Blocks(16), SIZE);
+    let mut table = pool.new_table(Arc::new(shared.clone()));
+    pool.reserve(&mut table, 0..10, &mut Vec::new()).unwrap();
+    pool.commit(&mut table, &shared.keys(&tokens, SIZE), &tokens);
+    let batch = KvEventBatch { sequence: 0, timestamp_s: 0.0, events: pool.take_events(), dp_rank: None };
+    pool.release(table);
+    for slice in 1..6 {
+        let mut index = FleetIndex::new("m", LIFETIME, BYTES);
+        index.begin(replica, life, Arc::new(batch.clone()), now);
+        while index.advance(replica, slice, now) {}
+        let found = |domain: &CacheDomain| index.matches(&domain.keys(&tokens, SIZE))[0];
+        assert_eq!(found(&shared), 5);
+        assert_eq!([found(&domain(Some("b"), 2)), found(&domain(None, 0)), found(&domain(Some("a"), 1))], [2, 2, 1], "slices of {slice}");
+        assert_eq!([found(&domain(Some("a"), 0)), found(&domain(Some("b"), 0))], [0, 0]);
     }
 }
 

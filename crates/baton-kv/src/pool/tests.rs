@@ -8,23 +8,38 @@ use std::{
 use proptest::prelude::*;
 
 use super::*;
-use crate::{CacheDomain, EngineHash, KeyDomain, chain_keys};
+use crate::{CacheDomain, EngineHash, KeyDomain};
 
 const SIZE: BlockSize = BlockSize::new(2).unwrap();
 const TOTAL: u32 = 12;
 
 fn domain(index: usize) -> Arc<CacheDomain> {
     let public = KeyDomain { model: "m", adapter: None, salt: None };
-    let domains = [public, KeyDomain { salt: Some("tenant"), ..public }, KeyDomain { adapter: Some("lora"), ..public }];
-    Arc::new(CacheDomain::new(domains[index]))
+    let salted = KeyDomain { salt: Some("tenant"), ..public };
+    let domains = [public, salted, KeyDomain { adapter: Some("lora"), ..public }, salted, KeyDomain { salt: Some("other"), ..public }];
+    Arc::new(CacheDomain::with_public(domains[index], Blocks(if index < FIRST_SHARING { 0 } else { PUBLIC })))
 }
+
+/// Domains from this one on share their first blocks with the one without salt.
+const FIRST_SHARING: usize = 3;
+const PUBLIC: u32 = 2;
 
 fn keys(domain: &CacheDomain, tokens: &[u32]) -> Vec<BlockKey> {
-    chain_keys(domain.root(), tokens, SIZE)
+    domain.keys(tokens, SIZE)
 }
 
-/// Domain and all tokens up to the end of a block: what the KV of the block depends on.
+/// Whose block number `at` of a chain in the domain is.
+fn owner(domain: usize, at: usize) -> usize {
+    if domain >= FIRST_SHARING && at < PUBLIC as usize { 0 } else { domain }
+}
+
+/// Domain and all tokens up to the end of a block: what the block is found by.
 type Prefix = (usize, Vec<u32>);
+
+/// Of the last block of these tokens.
+fn prefix(domain: usize, tokens: &[u32]) -> Prefix {
+    (owner(domain, tokens.len() / SIZE.get() as usize - 1), tokens.to_vec())
+}
 
 /// What the pool tells, with contents in place of hashes.
 #[derive(Debug, PartialEq)]
@@ -109,15 +124,15 @@ impl Harness {
         let domain = domain(domain_index);
         let keys = keys(&domain, tokens);
         let limit = Blocks((tokens.len() as u32).saturating_sub(1) / SIZE.get());
-        let prefix = self.pool.find_prefix(&domain, &keys, tokens, limit);
+        let found = self.pool.find_prefix(&domain, &keys, tokens, limit);
         let expected: Vec<u64> = (1..=limit.0 as usize)
-            .map_while(|blocks| self.model.cached.get(&(domain_index, tokens[..blocks * SIZE.get() as usize].to_vec())).copied())
+            .map_while(|blocks| self.model.cached.get(&prefix(domain_index, &tokens[..blocks * SIZE.get() as usize])).copied())
             .collect();
-        assert_eq!(prefix.len().0 as usize, expected.len(), "the hit is the longest cached prefix of the domain");
+        assert_eq!(found.len().0 as usize, expected.len(), "the hit is the longest cached prefix of the domain");
         let hit = expected.len() * SIZE.get() as usize;
         self.model.unused.retain(|block| !expected.contains(block));
         self.sequences.push(Sequence {
-            table: self.pool.take_prefix(prefix),
+            table: self.pool.take_prefix(found),
             domain: domain_index,
             tokens: tokens[..hit].to_vec(),
             tried: expected.len(),
@@ -175,7 +190,8 @@ impl Harness {
             let block = sequence.table.blocks()[position / SIZE.get() as usize];
             assert_eq!(self.pool.references(block), 1, "a shared block is never written");
             assert!(!self.pool.is_cached(block), "a cached block is never written");
-            self.memory[block.index()][position % SIZE.get() as usize] = (sequence.domain, token);
+            let owner = owner(sequence.domain, position / SIZE.get() as usize);
+            self.memory[block.index()][position % SIZE.get() as usize] = (owner, token);
             sequence.tokens.push(token);
         }
     }
@@ -190,7 +206,7 @@ impl Harness {
         let tried = std::mem::replace(&mut sequence.tried, keys.len());
         for at in tried..keys.len() {
             let sequence = &self.sequences[index];
-            let prefix = (sequence.domain, sequence.tokens[..(at + 1) * SIZE.get() as usize].to_vec());
+            let prefix = prefix(sequence.domain, &sequence.tokens[..(at + 1) * SIZE.get() as usize]);
             let own = sequence.model[at];
             if at > 0 && self.prefix_of(sequence.model[at - 1]).is_none() {
                 break;
@@ -248,7 +264,8 @@ impl Harness {
         self.check_sharing();
         for sequence in &self.sequences {
             let read = sequence.table.blocks().iter().flat_map(|block| self.memory[block.index()].iter().copied());
-            let expected = sequence.tokens.iter().map(|&token| (sequence.domain, token));
+            let owners = (0..).map(|position: usize| owner(sequence.domain, position / SIZE.get() as usize));
+            let expected = owners.zip(sequence.tokens.iter().copied());
             assert!(read.take(sequence.tokens.len()).eq(expected), "a table reads back its own tokens");
         }
         self.check_events();
@@ -311,7 +328,7 @@ enum Operation {
 fn operation() -> impl Strategy<Value = Operation> {
     let tokens = |most| prop::collection::vec(0u32..2, 1..most);
     prop_oneof![
-        6 => (0usize..3, tokens(12)).prop_map(|(domain, tokens)| Operation::Admit(domain, tokens)),
+        6 => (0usize..5, tokens(12)).prop_map(|(domain, tokens)| Operation::Admit(domain, tokens)),
         6 => (0usize..8, tokens(4)).prop_map(|(index, tokens)| Operation::Append(index, tokens)),
         2 => (0usize..8).prop_map(Operation::Rewrite),
         3 => (0usize..8).prop_map(Operation::Fork),
@@ -438,6 +455,35 @@ fn a_salt_travels_with_a_chain_s_first_block_and_an_adapter_with_every_event() {
     assert_eq!(pool.take_events(), [tail]);
     pool.release(salted);
     pool.release(lora);
+}
+
+#[test]
+fn a_salt_behind_public_blocks_travels_with_the_first_block_that_it_hides() {
+    let mut pool = KvPool::new(Blocks(8), SIZE);
+    let tokens = [1, 2, 3, 4, 5, 6, 7, 8];
+    let mine = fill(&mut pool, 3, &keys(&domain(3), &tokens), &tokens);
+    let hashes: Vec<EngineHash> = keys(&domain(3), &tokens).iter().map(|key| EngineHash(key.0)).collect();
+    let stored = |from: usize, to: usize, salt: Option<&str>| KvEvent::Stored {
+        hashes: hashes[from..to].to_vec(),
+        parent: from.checked_sub(1).map(|before| hashes[before]),
+        tokens: tokens[2 * from..2 * to].to_vec(),
+        block_size: SIZE,
+        adapter: None,
+        salt: salt.map(str::to_owned),
+    };
+    assert_eq!(pool.take_events(), [stored(0, 2, None), stored(2, 4, Some("tenant"))]);
+    // The public blocks are shared with another salt, which has its own copy of the others.
+    let theirs = fill(&mut pool, 4, &keys(&domain(4), &tokens), &tokens);
+    assert_eq!(mine.blocks()[..2], theirs.blocks()[..2]);
+    assert!(theirs.blocks()[2..].iter().all(|block| !mine.blocks().contains(block) && pool.is_cached(*block)));
+    assert!(
+        matches!(&pool.take_events()[..], [KvEvent::Stored { parent: Some(parent), salt: Some(salt), .. }] if *parent == hashes[1] && salt == "other")
+    );
+    // A forced collision of keys at the place where the salts enter serves neither the other's.
+    assert_eq!(hit(&pool, 4, &keys(&domain(3), &tokens), &tokens), 2);
+    assert_eq!(hit(&pool, 0, &keys(&domain(3), &tokens), &tokens), 2);
+    pool.release(mine);
+    pool.release(theirs);
 }
 
 #[test]

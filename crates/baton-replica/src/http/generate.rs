@@ -79,7 +79,7 @@ async fn serve(app: &Arc<App>, headers: &HeaderMap, body: Result<Bytes, BytesRej
     let prompts = vec![Prompt { tokens, params }];
     let answer = Answer::new(&app.service, &prompts, choices, &text, format);
     let seed = sampling.seed.map_or_else(|| fastrand::u64(..), i64::cast_unsigned);
-    let understood = Understood { prompts, choices, seed, priority, salt: request.cache_salt, stream, answer };
+    let understood = Understood { prompts, choices, seed, priority, salt: request.cache_salt, public: None, stream, answer };
     respond_to(app, understood, |_| id.clone()).await
 }
 

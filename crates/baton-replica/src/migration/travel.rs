@@ -23,6 +23,7 @@ pub(super) fn to_wire(state: &SequenceState) -> RunRequest {
         priority: request.priority.0,
         adapter: request.adapter.clone(),
         salt: request.salt.clone(),
+        public: request.public.0,
         ends: ends.as_ref().map(|ends| RunEnds { eos: ends.eos.clone(), length_limit: ends.length_limit.0 }),
         progress: RunProgress {
             computed: computed.0,
@@ -44,6 +45,7 @@ pub(super) fn from_wire(run: &RunRequest, id: RequestId, output: Vec<u32>) -> Re
         priority: Priority(run.priority),
         adapter: run.adapter.clone(),
         salt: run.salt.clone(),
+        public: Tokens(run.public),
         ..NewRequest::new(id, run.prompt.clone(), sampling_from_wire(&run.sampling)?)
     };
     let progress = run.progress;
@@ -66,14 +68,14 @@ pub(super) fn from_wire(run: &RunRequest, id: RequestId, output: Vec<u32>) -> Re
 
 /// The prefix whose copy is asked for by what would run after it.
 pub(super) fn prefix_of(run: &RunRequest) -> Prefix {
-    let RunRequest { model, prompt, adapter, salt, .. } = run.clone();
-    Prefix { model, tokens: prompt, adapter, salt }
+    let RunRequest { model, prompt, adapter, salt, public, .. } = run.clone();
+    Prefix { model, tokens: prompt, adapter, salt, public: Tokens(public) }
 }
 
 /// As it travels in a plan, which has the tokens beside it.
 pub(super) fn prefix_to_wire(prefix: &Prefix) -> RunRequest {
-    let Prefix { model, adapter, salt, .. } = prefix.clone();
-    RunRequest { model, adapter, salt, ..RunRequest::default() }
+    let Prefix { model, adapter, salt, public, .. } = prefix.clone();
+    RunRequest { model, adapter, salt, public: public.0, ..RunRequest::default() }
 }
 
 /// Token ids of entries; a finish has none.
@@ -143,6 +145,7 @@ mod tests {
             priority: Priority(-3),
             adapter: Some("a".to_owned()),
             salt: Some("s".to_owned()),
+            public: Tokens(2),
             ..NewRequest::new(RequestId(9), vec![1, 2, 3], SamplingParams::new(options).unwrap())
         };
         let state = SequenceState {

@@ -3,6 +3,7 @@
 use baton_engine::{Batch, Executor, Order, StepResult};
 use baton_kv::BlockId;
 use baton_replica::{Pace, ReplicaError};
+use baton_wire::openai::PublicTokens;
 
 use crate::support::{MODEL, Replica, captured, config, post, read_answer, smollm2, steps_of, timed};
 use serde_json::{Value, json};
@@ -116,6 +117,24 @@ async fn a_prefix_is_cached_within_its_salt_and_until_a_reset() {
     assert_eq!(cached(Some("b")).await, 0);
     assert_eq!(replica.post("/reset_prefix_cache", &json!({})).await.json(), json!({ "success": true }));
     assert_eq!(cached(None).await, 0);
+    replica.stop().await.unwrap();
+}
+
+/// Salts share what is public, as long as it is the tokens that were meant.
+#[tokio::test(flavor = "multi_thread")]
+async fn salts_share_public_tokens_and_no_others() {
+    let replica = Replica::start(config()).await;
+    let prompt: Vec<u32> = (0..200).collect();
+    let cached = async |salt: &str, public: PublicTokens| {
+        let body = json!({ "prompt": prompt, "max_tokens": 2, "cache_salt": salt, "cache_public": public });
+        replica.post("/v1/completions", &body).await.json()["usage"]["prompt_tokens_details"]["cached_tokens"].clone()
+    };
+    let public = PublicTokens::new(&prompt[..70]);
+    assert_eq!(cached("a", public).await, 0);
+    assert_eq!(cached("b", public).await, 64);
+    assert_eq!(cached("b", public).await, 192);
+    assert_eq!(cached("c", PublicTokens::new(&[7; 70])).await, 0, "they are other tokens");
+    assert_eq!(cached("d", PublicTokens::new(&[0; 300])).await, 0, "they are more than there are");
     replica.stop().await.unwrap();
 }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use baton_engine::Prefix;
 use baton_policy::{PeerTerms, PrefixFetch};
-use baton_units::{Blocks, ReplicaId, RequestId, Time};
+use baton_units::{Blocks, ReplicaId, RequestId, Time, Tokens};
 
 use super::{Event, Simulation};
 use crate::{EngineModel, ScheduledEngine};
@@ -117,7 +117,7 @@ impl Simulation<'_> {
     fn prefix(&self, fetching: &Fetching) -> Prefix {
         let tokens = fetching.blocks.to_tokens(self.scenario.block_size).0 as usize;
         let tokens = self.live[&fetching.request].prompt[..tokens].to_vec();
-        Prefix { model: self.scenario.router.model.clone(), tokens, adapter: None, salt: None }
+        Prefix { model: self.scenario.router.model.clone(), tokens, adapter: None, salt: None, public: Tokens::ZERO }
     }
 }
 

@@ -15,6 +15,8 @@ const STORED: &str = "BlockStored";
 const REMOVED: &str = "BlockRemoved";
 const CLEARED: &str = "AllBlocksCleared";
 const GPU: &str = "GPU";
+/// Names a salt that enters a chain behind public blocks. There is none in vLLM, whose keys in such a place are strings and pairs.
+const SALT: &str = "salt";
 
 /// `[timestamp, [events], dp_rank]`; old engines leave the rank out, new ones may add fields.
 pub(super) struct RawBatch {
@@ -78,8 +80,11 @@ impl RawFields {
                 None => key.as_i64().is_some_and(|id| self.lora_id == Some(id)),
             });
             for key in keys {
-                let at_start = block == 0 && self.parent_block_hash.is_none() && salt.is_none();
-                salt = Some(key.as_str().filter(|_| at_start)?.to_owned());
+                if block > 0 || salt.is_some() {
+                    return None;
+                }
+                let text = if self.parent_block_hash.is_none() { key.as_str() } else { named_salt(key) };
+                salt = Some(text?.to_owned());
             }
         }
         Some(KvEvent::Stored {
@@ -90,6 +95,14 @@ impl RawFields {
             adapter,
             salt,
         })
+    }
+}
+
+/// The salt in `{"salt": "…"}`.
+fn named_salt(key: &Value) -> Option<&str> {
+    match key.as_map()?.as_slice() {
+        [(name, salt)] if name.as_str() == Some(SALT) => salt.as_str(),
+        _ => None,
     }
 }
 
@@ -245,7 +258,11 @@ impl Serialize for EventOut<'_> {
                 fields.put("lora_id", &None::<i64>)?;
                 fields.put("medium", GPU)?;
                 fields.put("lora_name", adapter)?;
-                fields.put("extra_keys", &extra_keys(hashes.len(), adapter.as_deref(), salt.as_deref()))?;
+                let salt = salt.as_deref().map(|salt| match parent {
+                    None => ExtraKey::Plain(salt),
+                    Some(_) => ExtraKey::Salt(salt),
+                });
+                fields.put("extra_keys", &extra_keys(hashes.len(), adapter.as_deref(), salt))?;
                 fields.put("group_idx", &0)?;
                 fields.put("kv_cache_spec_kind", "full_attention")?;
                 fields.end()
@@ -271,9 +288,27 @@ fn hash_values(hashes: &[EngineHash]) -> Vec<u64> {
     hashes.iter().map(|hash| hash.0).collect()
 }
 
+/// What besides tokens and parent is in a block's hash.
+#[derive(Clone, Copy)]
+enum ExtraKey<'a> {
+    /// As in vLLM.
+    Plain(&'a str),
+    /// One that enters behind public blocks.
+    Salt(&'a str),
+}
+
+impl Serialize for ExtraKey<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Plain(text) => serializer.serialize_str(text),
+            Self::Salt(salt) => serializer.collect_map([(SALT, salt)]),
+        }
+    }
+}
+
 /// Per block the adapter, and for the first block the salt; null where there is neither.
-fn extra_keys<'a>(blocks: usize, adapter: Option<&'a str>, salt: Option<&'a str>) -> Vec<Option<Vec<&'a str>>> {
-    let keys = |block| adapter.into_iter().chain(salt.filter(|_| block == 0)).collect::<Vec<_>>();
+fn extra_keys<'a>(blocks: usize, adapter: Option<&'a str>, salt: Option<ExtraKey<'a>>) -> Vec<Option<Vec<ExtraKey<'a>>>> {
+    let keys = |block| adapter.map(ExtraKey::Plain).into_iter().chain(salt.filter(|_| block == 0)).collect::<Vec<_>>();
     (0..blocks).map(|block| Some(keys(block)).filter(|keys| !keys.is_empty())).collect()
 }
 

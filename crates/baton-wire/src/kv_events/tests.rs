@@ -17,7 +17,7 @@ fn event() -> impl Strategy<Value = KvEvent> {
             tokens,
             block_size: BlockSize::new(size).unwrap(),
             adapter,
-            salt: salt.filter(|_| parent.is_none()),
+            salt,
         });
     prop_oneof![3 => stored, 2 => hashes.prop_map(|hashes| KvEvent::Removed { hashes }), 1 => Just(KvEvent::Cleared)]
 }
@@ -81,13 +81,19 @@ fn what_tokens_do_not_name_is_left_out_and_counted() {
         stored(serde_json::json!({"group_idx": 1})),
         stored(serde_json::json!({"extra_keys": [[["image-digest", 0]]]})),
         stored(serde_json::json!({"block_size": 0})),
-        stored(serde_json::json!({"parent_block_hash": 5, "extra_keys": [["salt in the middle of a chain"]]})),
+        stored(serde_json::json!({"parent_block_hash": 5, "extra_keys": [["an image in the middle of a chain"]]})),
+        stored(serde_json::json!({"parent_block_hash": 5, "extra_keys": [[{"pepper": "t"}]]})),
         {"type": "BlockMoved", "to": "somewhere"},
         stored(serde_json::json!({"extra_keys": [["t"]], "future_field": {"x": [1]}})),
+        stored(serde_json::json!({"parent_block_hash": 5, "extra_keys": [[{"salt": "u"}]]})),
     ]);
     let decoded = decode_json(&events);
-    assert_eq!(decoded.skipped, 6);
-    assert!(matches!(&decoded.batch.events[..], [KvEvent::Stored { salt: Some(salt), .. }] if salt == "t"));
+    assert_eq!(decoded.skipped, 7);
+    let salts = decoded.batch.events.iter().map(|event| match event {
+        KvEvent::Stored { salt, .. } => salt.as_deref(),
+        KvEvent::Removed { .. } | KvEvent::Cleared => None,
+    });
+    assert_eq!(salts.collect::<Vec<_>>(), [Some("t"), Some("u")]);
 }
 
 #[test]

@@ -28,6 +28,9 @@ pub struct RunRequest {
     /// Only requests of the same salt share cached prefixes.
     #[serde(default)]
     pub salt: Option<String>,
+    /// Leading tokens of the prompt that are no secret: the salt counts from the first block on that is not wholly of them.
+    #[serde(default)]
+    pub public: u32,
     /// What ended the output at the replica that it was at; none leaves it to the one that goes on.
     #[serde(default)]
     pub ends: Option<RunEnds>,

@@ -1,5 +1,7 @@
 use std::fmt;
 
+use baton_kv::BlockKey;
+use baton_units::Tokens;
 use serde::{
     Deserialize, Deserializer, Serialize,
     de::{SeqAccess, Visitor},
@@ -112,6 +114,9 @@ pub struct Sampling {
     /// Separates prefixes that must not be shared.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache_salt: Option<String>,
+    /// How far the salt does not count; Baton's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache_public: Option<PublicTokens>,
     /// Lower is more important.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub priority: Option<i64>,
@@ -119,6 +124,27 @@ pub struct Sampling {
     pub request_id: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kv_transfer_params: Option<Value>,
+}
+
+/// Leading tokens of a prompt that are no secret: its salt counts from the first block on that is not wholly of them. Whoever says so has
+/// seen the tokens, and names them by a digest, since an engine that makes others of the same text would share what was not meant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PublicTokens {
+    tokens: u32,
+    digest: u64,
+}
+
+impl PublicTokens {
+    /// All of these.
+    pub fn new(tokens: &[u32]) -> Self {
+        Self { tokens: tokens.len() as u32, digest: BlockKey(0).child(tokens).0 }
+    }
+
+    /// How many of the prompt's tokens are public: none where they are others than those that were meant.
+    pub fn of(self, prompt: &[u32]) -> Tokens {
+        let begins = prompt.get(..self.tokens as usize).is_some_and(|public| Self::new(public) == self);
+        if begins { Tokens(self.tokens) } else { Tokens::ZERO }
+    }
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

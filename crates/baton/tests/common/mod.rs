@@ -100,12 +100,17 @@ impl Drop for Server {
 
 /// One request on a connection of its own; the whole answer, chunk framing removed.
 pub(crate) fn http(url: &str, method: &str, path: &str, body: &str) -> (u16, String) {
+    http_as(url, "", method, path, body)
+}
+
+/// With more headers, each with its line end.
+pub(crate) fn http_as(url: &str, headers: &str, method: &str, path: &str, body: &str) -> (u16, String) {
     let host = url.strip_prefix("http://").unwrap();
     let mut stream = TcpStream::connect(host).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     let length = body.len();
     let head = format!(
-        "{method} {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+        "{method} {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\ncontent-type: application/json\r\n{headers}content-length: {length}\r\n\r\n"
     );
     stream.write_all(head.as_bytes()).unwrap();
     stream.write_all(body.as_bytes()).unwrap();

@@ -73,6 +73,44 @@ fn another_salt_or_adapter_never_hits() {
     }
 }
 
+/// Two tenants send the same prompt, whose first 10 tokens are public: two blocks of four and a half.
+#[test]
+fn whole_blocks_of_public_tokens_hit_across_salts_and_nothing_behind_them_does() {
+    let mut world = World::new(config(64, 4, 64));
+    let of = |id, salt: Option<&str>, public| NewRequest {
+        salt: salt.map(str::to_owned),
+        public: Tokens(public),
+        ..request(id, &prompt(0, 20), greedy(6))
+    };
+    let cached = [
+        (of(1, Some("a"), 10), 0),
+        (of(2, Some("a"), 10), 16),
+        (of(3, Some("b"), 10), 8),
+        (of(4, Some("b"), 10), 16),
+        // Who has no salt shares what is public, and so does who names less of it public; who names nothing shares nothing.
+        (of(5, None, 10), 8),
+        (of(6, Some("c"), 4), 4),
+        (of(7, Some("c"), 0), 0),
+    ];
+    for (request, cached) in cached {
+        let id = request.id.0;
+        world.submit(request);
+        world.run();
+        assert_eq!(world.told[&(id, 0)].cached, cached, "request {id}");
+    }
+    // Output is under the salt, even that of a prompt that is public to its end and said to be more.
+    let long = SamplingOptions { ignore_eos: true, ..greedy(9) };
+    let whole = |id, salt: &str| NewRequest { salt: Some(salt.to_owned()), public: Tokens(99), ..request(id, &prompt(9, 8), long.clone()) };
+    world.submit(whole(8, "a"));
+    world.run();
+    let turn = [prompt(9, 8), world.tokens(8, 0)].concat();
+    for (id, salt, cached) in [(9, "b", 8), (10, "a", 16)] {
+        world.submit(NewRequest { prompt: turn.clone(), public: Tokens(8), ..whole(id, salt) });
+        world.run();
+        assert_eq!(world.told[&(id, 0)].cached, cached, "request {id}");
+    }
+}
+
 #[test]
 fn equal_prompts_computed_at_once_keep_one_copy() {
     let mut world = World::new(config(64, 4, 64));

@@ -25,6 +25,7 @@ pub(super) struct Submission {
     options: SamplingOptions,
     priority: i32,
     salt: Option<&'static str>,
+    public: u32,
     adapter: Option<&'static str>,
 }
 
@@ -49,9 +50,18 @@ fn options() -> impl Strategy<Value = SamplingOptions> {
 pub(super) fn submission() -> impl Strategy<Value = Submission> {
     let salts = prop::sample::select(vec![None, None, Some("tenant")]);
     let adapters = prop::sample::select(vec![None, None, None, Some("lora")]);
-    (0u32..3, 1u32..40, 1u32..4, options(), -2i32..3, salts, adapters).prop_map(|(text, len, choices, options, priority, salt, adapter)| {
-        Submission { text, len, choices, options, priority, salt, adapter }
-    })
+    (0u32..3, 1u32..40, 1u32..4, options(), -2i32..3, (salts, 0u32..20), adapters).prop_map(
+        |(text, len, choices, options, priority, (salt, public), adapter)| Submission {
+            text,
+            len,
+            choices,
+            options,
+            priority,
+            salt,
+            public,
+            adapter,
+        },
+    )
 }
 
 fn happening() -> impl Strategy<Value = Happening> {
@@ -89,11 +99,12 @@ pub(super) fn any_config() -> impl Strategy<Value = EngineConfig> {
 
 impl Submission {
     pub(super) fn request(self, id: u64) -> NewRequest {
-        let Self { text, len, choices, options, priority, salt, adapter } = self;
+        let Self { text, len, choices, options, priority, salt, public, adapter } = self;
         NewRequest {
             choices,
             priority: Priority(priority),
             salt: salt.map(str::to_owned),
+            public: Tokens(public),
             adapter: adapter.map(str::to_owned),
             ..request(id, &prompt(text * 10, len), options)
         }

@@ -284,8 +284,8 @@ impl Fleet {
 
     fn hold_prefix(&mut self, source: usize, request: usize, target: usize) {
         let Some((request, _)) = self.accepted.get(request).filter(|_| source != target) else { return };
-        let (tokens, adapter, salt) = (request.prompt.clone(), request.adapter.clone(), request.salt.clone());
-        let prefix = Prefix { model: "m".to_owned(), tokens, adapter, salt };
+        let NewRequest { prompt: tokens, adapter, salt, public, .. } = request.clone();
+        let prefix = Prefix { model: "m".to_owned(), tokens, adapter, salt, public };
         // What is there already takes references, and no room.
         let from = self.worlds[source].engine.hold_prefix(&prefix, Blocks::ZERO).unwrap();
         let found = self.worlds[source].engine.prepared(from).unwrap();

@@ -50,7 +50,7 @@ fn a_prefix_that_is_installed_is_cached_as_if_it_had_been_computed() {
     let salted = |id, prompt: &[u32]| NewRequest { salt: salt.clone(), ..request(id, prompt, greedy(3)) };
     source.submit(salted(1, &long));
     source.run();
-    let prefix = Prefix { model: "m".to_owned(), tokens: long.clone(), adapter: None, salt: salt.clone() };
+    let prefix = Prefix { model: "m".to_owned(), tokens: long.clone(), adapter: None, salt: salt.clone(), public: Tokens::ZERO };
     let from = source.engine.hold_prefix(&prefix, Blocks::ZERO).unwrap();
     assert_eq!(source.engine.prepared(from).unwrap().held, Blocks(4));
     target.submit(salted(2, &long[..9]));
@@ -83,6 +83,33 @@ fn a_prefix_that_is_installed_is_cached_as_if_it_had_been_computed() {
     let large = Prefix { tokens: prompt(2, 52), ..prefix };
     let error = source.engine.hold_prefix(&large, Blocks(13)).unwrap_err();
     assert_eq!(error.to_string(), "13 blocks more are needed and 12 blocks can be had; free some or wait");
+}
+
+/// A sequence takes the place along at which its salt enters, and so does a prefix.
+#[test]
+fn what_moves_is_public_as_far_as_it_was() {
+    let config = config(64, 4, 64);
+    let (mut source, mut target) = two(&config);
+    let of = |id, salt: &str| NewRequest { salt: Some(salt.to_owned()), public: Tokens(10), ..request(id, &prompt(0, 20), greedy(8)) };
+    source.submit(of(1, "a"));
+    source.step();
+    migrate(&mut source, &mut target, 1, 0);
+    target.run();
+    for (id, salt, cached) in [(2, "b", 8), (3, "a", 16)] {
+        target.submit(of(id, salt));
+        target.run();
+        assert_eq!(target.told[&(id, 0)].cached, cached, "{salt}");
+    }
+    let held = |engine: &mut Engine, salt: &str, public| {
+        let NewRequest { prompt: tokens, adapter, salt, .. } = of(0, salt);
+        let prefix = Prefix { model: "m".to_owned(), tokens, adapter, salt, public: Tokens(public) };
+        let id = engine.hold_prefix(&prefix, Blocks::ZERO).unwrap();
+        let held = engine.prepared(id).unwrap().held;
+        assert!(engine.abandon(id));
+        held
+    };
+    let found = [("a", 10), ("b", 10), ("c", 10), ("a", 0)].map(|(salt, public)| held(&mut target.engine, salt, public));
+    assert_eq!(found, [Blocks(5), Blocks(5), Blocks(2), Blocks(0)]);
 }
 
 #[test]
