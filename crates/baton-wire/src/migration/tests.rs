@@ -237,7 +237,8 @@ fn run_request() -> RunRequest {
 }
 
 fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    let digit = |value: u8| char::from_digit(u32::from(value), 16).expect("it is below 16");
+    bytes.iter().flat_map(|byte| [digit(byte >> 4), digit(byte & 15)]).collect()
 }
 
 /// Each frame twice, without a key and with one; then what else has bytes of its own.
@@ -245,13 +246,16 @@ fn golden() -> String {
     let mut lines = Vec::new();
     for (name, key) in [("plain", None), ("sealed", Some(key()))] {
         let mut sealer = Sealer::new(key);
-        let mut line = |seal: &dyn Fn(&mut Sealer, &mut Vec<u8>)| {
+        for frame in control_frames() {
             let mut bytes = Vec::new();
-            seal(&mut sealer, &mut bytes);
+            frame.seal(&mut sealer, &mut bytes);
             lines.push(format!("{name} {}", hex(&bytes)));
-        };
-        control_frames().iter().for_each(|frame| line(&|sealer, bytes| frame.seal(sealer, bytes)));
-        kv_frames().iter().for_each(|frame| line(&|sealer, bytes| frame.seal(sealer, bytes)));
+        }
+        for frame in kv_frames() {
+            let mut bytes = Vec::new();
+            frame.seal(&mut sealer, &mut bytes);
+            lines.push(format!("{name} {}", hex(&bytes)));
+        }
     }
     let header = BlockHeader { index: 3, tokens: 16, checksum: 77 };
     let (before, mac) = KvFrame::seal_block(header, 100, &mut Sealer::new(Some(key())));
