@@ -119,8 +119,6 @@ struct Exchange {
     outlet: Outlet,
     /// What has left the outlet and not been taken yet.
     lag: Lag,
-    /// The client sees the first token.
-    seen: bool,
     /// Keys of prompt and output, for when the client has seen it all.
     grown: Option<Arc<[BlockKey]>>,
     verdict: Option<oneshot::Receiver<Verdict>>,
@@ -248,7 +246,6 @@ impl Exchange {
             session: Session::new(config, admitted.live.arrived),
             outlet: Outlet::new(),
             lag: Lag::new(admitted.padding.is_none().then_some(Duration::ZERO)),
-            seen: false,
             grown: None,
             verdict: None,
             fetching: None,
@@ -300,11 +297,9 @@ impl Exchange {
     }
 
     fn note_seen(&mut self) {
-        let Some(padding) = self.admitted.padding.as_ref().filter(|_| self.first_token_at.is_some()) else { return };
+        let Some(padding) = self.admitted.padding.as_mut().filter(|_| self.first_token_at.is_some()) else { return };
         let now = self.fleet.clock.now();
-        if !std::mem::replace(&mut self.seen, true) {
-            padding.seen(now);
-        }
+        padding.seen(now);
         if self.lag.is_last()
             && let Some(keys) = self.grown.take()
         {

@@ -88,7 +88,8 @@ pub(crate) struct Padding {
     cell: Duration,
     /// Where the cells of this prompt end, of any span.
     phase: u64,
-    keys: Arc<[BlockKey]>,
+    /// Of the prompt, until its client sees the first token.
+    unseen: Option<Arc<[BlockKey]>>,
     /// Leading tokens that the tenant sent itself; none of a request with several prompts, of which only the first one's blocks are known.
     pub(crate) own: Tokens,
     /// No block of it can be known from others.
@@ -101,7 +102,8 @@ impl Padding {
         let own = sent.own(&keys, now);
         let last = keys.last().map_or(0, |key| key.0);
         let phase = xxh3_64_with_seed(&last.to_le_bytes(), sent.seed);
-        Self { sent: sent.clone(), cell, phase, own: Blocks(own as u32).to_tokens(size), is_own: own == keys.len(), keys }
+        let is_own = own == keys.len();
+        Self { sent: sent.clone(), cell, phase, unseen: Some(keys), own: Blocks(own as u32).to_tokens(size), is_own }
     }
 
     /// With further prompts beside this one.
@@ -111,8 +113,10 @@ impl Padding {
 
     /// The client sees the first token, so the prompt is its tenant's own from here on. Not before: whoever asks twice at once would be told by
     /// the second answer when the first one was made.
-    pub(crate) fn seen(&self, now: Time) {
-        self.sent.note(&self.keys, now);
+    pub(crate) fn seen(&mut self, now: Time) {
+        if let Some(keys) = self.unseen.take() {
+            self.sent.note(&keys, now);
+        }
     }
 
     /// The client has seen the whole answer, whose blocks and the prompt's are these.
