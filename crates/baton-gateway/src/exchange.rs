@@ -1,11 +1,11 @@
 //! One request on its way: the shell around [`Session`]. It carries facts from engine, client and clock into the machine and does
 //! what the machine says; it decides nothing by itself.
 
+mod by_tokens;
 mod carried;
 mod copy;
 mod outlet;
 mod record;
-mod resumed;
 
 use std::{
     collections::BTreeMap,
@@ -34,10 +34,10 @@ use tokio::{
 };
 
 use self::{
+    by_tokens::{ByTokens, Rest},
     carried::Carrying,
     outlet::{Outlet, stream_response},
     record::Record,
-    resumed::{Rest, Resumed},
 };
 use crate::{
     assemble::Assembler,
@@ -163,7 +163,7 @@ enum Way {
     /// Over its control connection: the answer is made here from tokens.
     Carried(Box<Carrying>),
     /// As an OpenAI server that goes on with what another engine began: the answer is made here from tokens.
-    Resumed(Box<Resumed>),
+    ByTokens(Box<ByTokens>),
 }
 
 /// Tells that an engine was found dead, as after a host went away without a word.
@@ -301,7 +301,7 @@ impl Exchange {
     /// From here on the request waits for more of its engine's output, if it has some; not while it waits for its client.
     fn listen(&mut self) {
         match &self.attempt {
-            Some(Running { engine, way: Way::Wire(_) | Way::Resumed(_), .. }) if self.first_told => {
+            Some(Running { engine, way: Way::Wire(_) | Way::ByTokens(_), .. }) if self.first_told => {
                 self.listener.get_or_insert_with(|| Listener::of(engine, self.fleet.clock.now()));
             }
             Some(_) | None => self.listener = None,
@@ -326,7 +326,7 @@ impl Exchange {
         }
         let (attempt, death) = match self.attempt.as_mut().map(|running| &mut running.way) {
             Some(Way::Wire(wire)) => (&mut wire.attempt, &mut wire.death),
-            Some(Way::Resumed(resumed)) => (&mut resumed.attempt, &mut resumed.death),
+            Some(Way::ByTokens(by_tokens)) => (&mut by_tokens.attempt, &mut by_tokens.death),
             Some(Way::Carried(carrying)) => {
                 if let Poll::Ready((choice, event)) = carrying.run.poll_next(context) {
                     return Poll::Ready(Wake::Carried(choice, event));
@@ -387,7 +387,7 @@ impl Exchange {
         let Some(Running { epoch, way, .. }) = &mut self.attempt else { return };
         match way {
             Way::Wire(wire) => wire.death = None,
-            Way::Resumed(resumed) => resumed.death = None,
+            Way::ByTokens(by_tokens) => by_tokens.death = None,
             Way::Carried(_) => {}
         }
         let epoch = *epoch;
@@ -586,7 +586,7 @@ impl Exchange {
     fn wire(&mut self) -> Option<&mut Wire> {
         match &mut self.attempt.as_mut()?.way {
             Way::Wire(wire) => Some(wire),
-            Way::Carried(_) | Way::Resumed(_) => None,
+            Way::Carried(_) | Way::ByTokens(_) => None,
         }
     }
 
@@ -624,13 +624,13 @@ impl Exchange {
     }
 
     fn event(&mut self, event: &Event) -> Result<(), Fault> {
-        let resumed = matches!(&self.attempt, Some(Running { way: Way::Resumed(_), .. }));
+        let by_tokens = matches!(&self.attempt, Some(Running { way: Way::ByTokens(_), .. }));
         if event.is_done() {
-            return if resumed { Err(Fault::Truncated) } else { self.done() };
+            return if by_tokens { Err(Fault::Truncated) } else { self.done() };
         }
         let Some(data) = &event.data else { return Ok(()) };
-        if resumed {
-            return self.resumed_event(data);
+        if by_tokens {
+            return self.tokens_event(data);
         }
         if let Some(plain) = self.read_plain(data)
             && self.is_plain(&plain)
@@ -738,7 +738,7 @@ impl Exchange {
         let next = match &mut running.way {
             Way::Wire(wire) => &mut wire.next,
             Way::Carried(carrying) => &mut carrying.next,
-            Way::Resumed(resumed) => &mut resumed.next,
+            Way::ByTokens(by_tokens) => &mut by_tokens.next,
         };
         let index = next.entry(choice).or_default();
         let offer = self.session.offer(running.epoch, choice, *index, count, now);

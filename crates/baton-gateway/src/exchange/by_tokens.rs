@@ -30,7 +30,7 @@ pub(super) struct Rest {
 }
 
 /// An engine that goes on with a stream.
-pub(super) struct Resumed {
+pub(super) struct ByTokens {
     pub(super) attempt: Attempt,
     pub(super) death: Option<Death>,
     /// Next output index, of the only choice.
@@ -46,7 +46,7 @@ impl Exchange {
         let (engine, epoch) = (running.engine.clone(), running.epoch);
         let record = match &mut running.way {
             Way::Wire(wire) => wire.record.take(),
-            Way::Resumed(_) | Way::Carried(_) => None,
+            Way::ByTokens(_) | Way::Carried(_) => None,
         };
         if let Some(record) = record {
             match self.rest_of(&engine, &record) {
@@ -59,10 +59,10 @@ impl Exchange {
                 // The attempt may go on after all.
                 None => self.keep_recording(record),
             }
-        } else if let Some(Running { way: Way::Resumed(resumed), .. }) =
-            self.attempt.take_if(|running| matches!(running.way, Way::Resumed(_)))
+        } else if let Some(Running { way: Way::ByTokens(by_tokens), .. }) =
+            self.attempt.take_if(|running| matches!(running.way, Way::ByTokens(_)))
         {
-            self.rest = Some(Box::new(resumed.rest));
+            self.rest = Some(Box::new(by_tokens.rest));
         }
         self.session.set_resumable(self.rest.is_some());
         false
@@ -128,12 +128,12 @@ impl Exchange {
         let next = BTreeMap::from([(0, rest.output.len() as u32)]);
         // Its time to the first token says nothing of a prefill that a decision was about.
         self.alone = false;
-        let resumed = Resumed { attempt, death, next, rest };
-        self.attempt = Some(Running { engine, epoch: owner.epoch, way: Way::Resumed(Box::new(resumed)) });
+        let by_tokens = ByTokens { attempt, death, next, rest };
+        self.attempt = Some(Running { engine, epoch: owner.epoch, way: Way::ByTokens(Box::new(by_tokens)) });
     }
 
     /// An event of the engine that goes on.
-    pub(super) fn resumed_event(&mut self, data: &[u8]) -> Result<(), Fault> {
+    pub(super) fn tokens_event(&mut self, data: &[u8]) -> Result<(), Fault> {
         let Reading::Chunk(chunk) = Reading::of(Api::Completions, data)? else { return Err(Fault::InBand) };
         for (choice, piece) in chunk.choices.iter().zip(&chunk.pieces) {
             if piece.is_abort() {
@@ -143,18 +143,18 @@ impl Exchange {
             if piece.choice != 0 || unnamed {
                 return Err(Fault::Garbled);
             }
-            self.resumed_output(piece, finish_of(choice, piece)?);
+            self.tokens_output(piece, finish_of(choice, piece)?);
         }
         Ok(())
     }
 
-    fn resumed_output(&mut self, piece: &Piece, finish: Option<FinishReason>) {
+    fn tokens_output(&mut self, piece: &Piece, finish: Option<FinishReason>) {
         let now = self.fleet.clock.now();
         if piece.count > 0 && !self.offer(0, piece.count, piece.token_ids.iter().copied(), now) {
             return;
         }
-        let Some(Running { epoch, way: Way::Resumed(resumed), .. }) = &mut self.attempt else { return };
-        let (epoch, rest) = (*epoch, &mut resumed.rest);
+        let Some(Running { epoch, way: Way::ByTokens(by_tokens), .. }) = &mut self.attempt else { return };
+        let (epoch, rest) = (*epoch, &mut by_tokens.rest);
         rest.output.extend_from_slice(&piece.token_ids);
         let tokens = piece.token_ids.iter().map(|&id| OutputEntry::Token { id, logprobs: None });
         let mut pushed = rest.answer.push_entries(0, tokens, self.outlet.events());
@@ -169,8 +169,8 @@ impl Exchange {
             return;
         }
         self.session.handle(Input::ChoiceFinished { epoch, choice: 0 }, now);
-        if let Some(Running { way: Way::Resumed(resumed), .. }) = self.attempt.take() {
-            let Resumed { attempt, rest, .. } = *resumed;
+        if let Some(Running { way: Way::ByTokens(by_tokens), .. }) = self.attempt.take() {
+            let ByTokens { attempt, rest, .. } = *by_tokens;
             if finish.is_some() {
                 attempt.release();
             }
