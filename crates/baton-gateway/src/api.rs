@@ -22,7 +22,7 @@ use tokio::time::timeout;
 use crate::{
     config::FrontConfig,
     exchange::{self, Admitted},
-    fleet::{Catalogue, Listed, Stage},
+    fleet::{Catalogue, Fleet, Listed, Stage},
     gateway::Shared,
     identity::client_request_id,
     intake::{Api, Intake},
@@ -30,6 +30,7 @@ use crate::{
     passthrough,
     prompt::{KeyChain, Tokenized},
     refusal::{NO_REPLICA_RETRY, Refusal},
+    trace::Trace,
 };
 
 pub(crate) fn routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
@@ -121,7 +122,8 @@ async fn admit(
         intake.belong_to(grant.tenant());
     }
     let catalogue = fleet.catalogue();
-    let Listed { card, lacking } = choose_model(&catalogue, intake.model.as_deref())?;
+    let listed = choose_model(&catalogue, intake.model.as_deref());
+    let Listed { card, lacking } = listed.inspect_err(|refusal| note_unknown(fleet, refusal))?;
     let mut tokenized = shared.tokenization.tokenize(&intake.prompt).await;
     let prompt = believable(&tokenized, catalogue.longest_context);
     if let Some(grant) = &mut grant {
@@ -132,7 +134,8 @@ async fn admit(
     let adapter = card.parent.is_some().then_some(card.id.as_str());
     let chain = KeyChain::new(adapter, intake.salt.as_deref(), fleet.block_size(), tokenized.tokens);
     fleet.metrics.intake(fleet.clock.now().since(arrived));
-    let live = Arc::new(Live::new(id, client_id.to_owned(), card.id.clone(), arrived, prompt));
+    let live = Live::new(id, client_id.to_owned(), card.id.clone(), arrived, prompt).traced(Trace::read(headers));
+    let live = Arc::new(live);
     Ok(Admitted { intake, live, chain, further: tokenized.further, exact: tokenized.exact, excluded: lacking.clone(), grant })
 }
 
@@ -168,6 +171,13 @@ pub(crate) fn choose_model<'a>(catalogue: &'a Catalogue, named: Option<&str>) ->
             let names = only.into_iter().chain(other).chain(base).map(|listed| listed.card.id.clone()).collect();
             Err(Refusal::NoModelNamed { models: names })
         }
+    }
+}
+
+/// An adapter may have been loaded since the engines were asked.
+fn note_unknown(fleet: &Fleet, refusal: &Refusal) {
+    if matches!(refusal, Refusal::UnknownModel { .. }) {
+        fleet.miss_model();
     }
 }
 

@@ -8,7 +8,7 @@ mod outlet;
 mod record;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     convert::Infallible,
     future::poll_fn,
     pin::Pin,
@@ -18,7 +18,7 @@ use std::{
 };
 
 use axum::body::Body;
-use baton_policy::{Arrival, Outcome, Placed, Verdict};
+use baton_policy::{Arrival, Outcome, Placed, Slo, Verdict};
 use baton_session::{Action, Answer, End, Epoch, Fault, Input, Limits, Offer, Owner, Session, SessionConfig};
 use baton_units::{DurationMs, ReplicaId, Time, Tokens};
 use baton_wire::{
@@ -162,7 +162,7 @@ enum Way {
     Wire(Box<Wire>),
     /// Over its control connection: the answer is made here from tokens.
     Carried(Box<Carrying>),
-    /// As an OpenAI server that goes on with what another engine began: the answer is made here from tokens.
+    /// As a server that computes from token ids: the answer is made here from those that come.
     ByTokens(Box<ByTokens>),
 }
 
@@ -175,6 +175,8 @@ struct Wire {
     assembler: Option<Assembler>,
     /// Next output index of each choice, as this engine counts.
     next: BTreeMap<u32, u32>,
+    /// Choices that have their end.
+    finished: BTreeSet<u32>,
     /// Of the last plain event.
     shape: Option<Shape>,
     /// `None` where it may not have to be gone on with.
@@ -362,7 +364,7 @@ impl Exchange {
                 } else if self.is_only_busy() {
                     self.extensions += 1;
                     self.session.handle(Input::ReplicaAlive, now);
-                } else if self.ends_before_it_fails() {
+                } else if self.ends_as_told() || self.ends_before_it_fails() {
                     return;
                 }
                 self.session.handle(Input::Timeout, now);
@@ -391,7 +393,7 @@ impl Exchange {
             Way::Carried(_) => {}
         }
         let epoch = *epoch;
-        if !self.fleet.any_ready() {
+        if self.ends_as_told() || !self.fleet.any_ready() {
             return;
         }
         // What has output and cannot go on elsewhere has nothing to lose by waiting.
@@ -464,6 +466,8 @@ impl Exchange {
             program: intake.identity.program,
             share: intake.share,
             priority: intake.identity.priority,
+            // Of one that goes on, the first token was long ago.
+            slo: Slo { ttft: intake.slo.ttft.filter(|_| self.rest.is_none() && !self.is_carried()), ..intake.slo },
             excluded,
         }
     }
@@ -530,7 +534,7 @@ impl Exchange {
             live.reset_output();
             (self.first_token_at, self.last_token_at) = (None, None);
         }
-        (self.usage, self.cached, self.first_told, self.listener) = (None, None, false, None);
+        (self.usage, self.cached, self.first_told, self.listener, self.answer) = (None, None, false, None, None);
         self.fleet.metrics.attempt(owner.replica);
         self.sent_at = now;
         self.extensions = 0;
@@ -538,7 +542,7 @@ impl Exchange {
         if let Some(rest) = self.rest.take() {
             return self.resume(engine, owner, *rest);
         }
-        if self.carry(&engine, owner) {
+        if self.carry(&engine, owner) || self.begin_by_tokens(&engine, owner) {
             return;
         }
         let Admitted { intake, live, .. } = &self.admitted;
@@ -548,7 +552,7 @@ impl Exchange {
         let mut request = intake.upstream_body(kind, takes_priority, &live.model, mode);
         let length = request.iter().map(Bytes::len).sum();
         let request_id = self.fleet.upstream_id(live.id, owner.epoch.0);
-        request.push_front(engine.lines.address().head(intake.api.path(), &request_id, length));
+        request.push_front(engine.lines.address().head(intake.api.path(), &request_id, live.trace.as_ref(), length));
         let expect = if mode == Mode::Whole { Expect::Whole } else { Expect::Events };
         let assembler = (mode == Mode::Assemble)
             .then(|| Assembler::new(intake.api, intake.wishes, format!("{}{}", intake.api.id_prefix(), live.client_id)));
@@ -556,7 +560,7 @@ impl Exchange {
         let attempt = self.fleet.upstream.start(&engine, request, expect);
         self.alone = engine.lines.busy() == 1;
         let record = self.records(&engine).then(Record::default);
-        let wire = Wire { attempt, assembler, next: BTreeMap::new(), shape: None, record, death };
+        let wire = Wire { attempt, assembler, next: BTreeMap::new(), finished: BTreeSet::new(), shape: None, record, death };
         self.attempt = Some(Running { engine, epoch: owner.epoch, way: Way::Wire(Box::new(wire)) });
     }
 
@@ -576,7 +580,12 @@ impl Exchange {
                 let refusal = self.refusal.take().unwrap_or(Refusal::NoReplica { retry_after: NO_REPLICA_RETRY });
                 return self.outlet.fail(&refusal);
             }
-            Answer::Error(end) => return self.outlet.fail(&Refusal::Ended(end)),
+            Answer::Error(end) => {
+                // Nobody has what the last one lacks, which its own words say best.
+                let lacks = self.answer.take().filter(|_| end == End::Exhausted(Fault::Status(404)) && self.outlet.is_open());
+                let Some(answer) = lacks else { return self.outlet.fail(&Refusal::Ended(end)) };
+                answer
+            }
         };
         self.outlet.respond(response);
     }
@@ -596,12 +605,27 @@ impl Exchange {
         let outcome = match arrived {
             Arrived::Event(event) => self.event(&event),
             Arrived::Answer { head, body } => self.whole(&head, &body),
-            Arrived::End => Err(Fault::Truncated),
-            Arrived::Failed(fault) => Err(fault),
+            Arrived::End => self.stream_lost(Fault::Truncated),
+            Arrived::Failed(fault) => self.stream_lost(fault),
         };
         if let Err(fault) = outcome {
             self.attempt_failed(epoch, fault);
         }
+    }
+
+    /// The engine's stream ends without its end.
+    fn stream_lost(&mut self, fault: Fault) -> Result<(), Fault> {
+        if self.ends_as_told() { Ok(()) } else { Err(fault) }
+    }
+
+    /// Ends an answer of which all is told, so that nothing but the stream's end mark can be missing: the client gets one from here. Each
+    /// choice has its end, and usage was told where it is wanted.
+    fn ends_as_told(&mut self) -> bool {
+        let Some(Running { way: Way::Wire(wire), .. }) = &self.attempt else { return false };
+        let intake = &self.admitted.intake;
+        let wants_usage = intake.wishes.usage || wire.assembler.is_some();
+        let is_told = wire.finished.len() as u32 == intake.choices && (self.usage.is_some() || !wants_usage);
+        is_told && self.done().is_ok()
     }
 
     fn attempt_failed(&mut self, epoch: Epoch, fault: Fault) {
@@ -697,9 +721,12 @@ impl Exchange {
         for piece in &chunk.pieces {
             passes &= self.offer(piece.choice, piece.count, piece.token_ids.iter().copied(), now);
             if piece.finish.is_some()
-                && let Some(running) = &self.attempt
+                && let Some(running) = &mut self.attempt
             {
                 self.session.handle(Input::ChoiceFinished { epoch: running.epoch, choice: piece.choice }, now);
+                if let Way::Wire(wire) = &mut running.way {
+                    wire.finished.insert(piece.choice);
+                }
             }
         }
         if !passes || self.attempt.is_none() {
@@ -826,12 +853,18 @@ impl Exchange {
         let now = self.fleet.clock.now();
         let Some(running) = &self.attempt else { return Ok(()) };
         let epoch = running.epoch;
-        if !status.is_success() && !is_clients_fault(status) {
-            return Err(Fault::Status(status.as_u16()));
-        }
         let mut response = json_response(status, body.clone());
         if let Some(kind) = &head.content_type {
             response.headers_mut().insert(header::CONTENT_TYPE, kind.clone());
+        }
+        if status == StatusCode::NOT_FOUND {
+            // It had the model when it was asked last: an adapter, say, that was unloaded since. Others may have it.
+            running.engine.expect_models();
+            self.answer = Some(response);
+            return Err(Fault::Status(status.as_u16()));
+        }
+        if !status.is_success() && !is_clients_fault(status) {
+            return Err(Fault::Status(status.as_u16()));
         }
         self.answer = Some(response);
         if !status.is_success() {
@@ -920,9 +953,9 @@ impl Exchange {
         let level_is_warn = matches!(end, End::Failed(_) | End::Exhausted(_) | End::TimedOut(_));
         let replica = self.last_replica.map(|id| id.to_string()).unwrap_or_default();
         if level_is_warn {
-            tracing::warn!(request = %live.id, x_request_id = live.client_id, replica, attempts = self.session.attempts(), %end, "request failed");
+            tracing::warn!(request = %live.id, x_request_id = live.client_id, trace_id = live.trace_id(), replica, attempts = self.session.attempts(), %end, "request failed");
         } else {
-            tracing::debug!(request = %live.id, x_request_id = live.client_id, replica, took_ms = took.as_ms(), outcome = name, "request ended");
+            tracing::debug!(request = %live.id, x_request_id = live.client_id, trace_id = live.trace_id(), replica, took_ms = took.as_ms(), outcome = name, "request ended");
         }
     }
 }

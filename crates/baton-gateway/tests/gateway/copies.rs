@@ -22,7 +22,7 @@ const REQUESTS_MAX: u32 = 30;
 
 /// A replica that takes 10 µs for each token of a prompt and nothing else: 3 ms for a request's own part, 41 ms for what is shared.
 /// The fleet is far from busy even when a test's requests come at once; and since no engine answers, they queue however slowly they come.
-fn report(id: usize) -> Report {
+pub(crate) fn report(id: usize) -> Report {
     let step = StepCoefficients { fixed_s: 0.0, per_token_s: 1e-5, per_attended_s: 0.0, per_kv_token_s: 0.0, weights_s: 0.0 };
     Report {
         id: format!("replica-{id}"),

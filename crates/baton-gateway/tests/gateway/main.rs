@@ -1,6 +1,8 @@
 //! The gateway over real sockets, between a scripted engine and a client.
 #![allow(clippy::unwrap_used, reason = "tests and their helpers")]
 
+mod adapters;
+mod by_tokens;
 mod connections;
 mod copies;
 mod discovery;
