@@ -17,7 +17,7 @@ use std::{
 use baton_cost::StepCoefficients;
 use baton_gateway::{PolicyConfig, measure::Placements};
 use baton_kv::{Applied, BlockKey, EngineHash, KeyDomain, KvEvent, KvEventBatch, chain_keys};
-use baton_policy::{Arrival, Discipline, ReplicaSpec};
+use baton_policy::{Arrival, Discipline, ReplicaSpec, Slo};
 use baton_units::{BlockSize, Blocks, Incarnation, Priority, ReplicaId, RequestId, Tokens};
 
 const SIZE: BlockSize = BlockSize::DEFAULT;
@@ -100,6 +100,7 @@ async fn send(placements: Placements, sender: u64, known: u32, requests: Arc<Ato
             program: None,
             share: None,
             priority: Priority(0),
+            slo: Slo::default(),
             excluded: Vec::new(),
         };
         let began = Instant::now();

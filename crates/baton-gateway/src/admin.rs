@@ -22,7 +22,7 @@ use crate::{
     api::metrics_page,
     config::EngineKind,
     engine::{Engine, Health},
-    fleet::Fleet,
+    fleet::{Fleet, Named},
     gateway::Shared,
     refusal::Refusal,
 };
@@ -161,6 +161,7 @@ async fn requests(State(shared): State<Arc<Shared>>) -> Json<Value> {
             json!({
                 "id": live.id,
                 "x_request_id": live.client_id,
+                "trace_id": live.trace_id(),
                 "model": live.model,
                 "replica": replica.and_then(|id| fleet.engine(id)).map(|engine| engine.name.clone()),
                 "state": state,
@@ -183,8 +184,8 @@ async fn decisions(State(shared): State<Arc<Shared>>, page: Result<Query<Page>, 
     let Query(page) = page.map_err(|error| Refusal::Body(ErrorBody::bad_request(error.body_text())))?;
     let limit = page.limit.unwrap_or(DECISIONS_DEFAULT);
     let records = shared.fleet.peek_router(|router, _| router.decisions(limit));
-    let names = shared.fleet.client_ids();
-    let decisions: Vec<Value> = records.iter().map(|record| named(record, names.get(&record.request).map(String::as_str))).collect();
+    let names = shared.fleet.names();
+    let decisions: Vec<Value> = records.iter().map(|record| named(record, names.get(&record.request))).collect();
     Ok(Json(json!({ "decisions": decisions })))
 }
 
@@ -194,12 +195,15 @@ async fn decision(State(shared): State<Arc<Shared>>, Path(id): Path<String>) -> 
     let request = shared.fleet.request_named(&id).or_else(by_number);
     let record = request.and_then(|request| shared.fleet.peek_router(|router, _| router.decision(request)));
     let record = record.ok_or_else(|| Refusal::NotFound(format!("no decision on record for {id}; the latest ones are kept")))?;
-    Ok(Json(named(&record, shared.fleet.client_ids().get(&record.request).map(String::as_str))))
+    Ok(Json(named(&record, shared.fleet.names().get(&record.request))))
 }
 
-fn named(record: &DecisionRecord, client_id: Option<&str>) -> Value {
+fn named(record: &DecisionRecord, named: Option<&Named>) -> Value {
     let mut value = serde_json::to_value(record).expect("a record is plain data");
-    value["x_request_id"] = client_id.into();
+    value["x_request_id"] = named.map(|named| named.client_id.as_str()).into();
+    if let Some(trace_id) = named.and_then(|named| named.trace_id.as_deref()) {
+        value["trace_id"] = trace_id.into();
+    }
     value
 }
 

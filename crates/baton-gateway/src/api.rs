@@ -23,7 +23,7 @@ use crate::{
     admin,
     config::FrontConfig,
     exchange::{self, Admitted},
-    fleet::{Catalogue, Listed, Stage},
+    fleet::{Catalogue, Fleet, Listed, Stage},
     gateway::Shared,
     identity::client_request_id,
     intake::{Api, Intake},
@@ -32,6 +32,7 @@ use crate::{
     prompt::{KeyChain, Tokenized},
     refusal::{NO_REPLICA_RETRY, Refusal},
     tenants::Padding,
+    trace::Trace,
 };
 
 pub(crate) fn routes(shared: &Arc<Shared>) -> Router<Arc<Shared>> {
@@ -123,7 +124,8 @@ async fn admit(
         intake.belong_to(grant.tenant());
     }
     let catalogue = fleet.catalogue();
-    let Listed { card, lacking, takes_public } = choose_model(&catalogue, intake.model.as_deref())?;
+    let listed = choose_model(&catalogue, intake.model.as_deref());
+    let Listed { card, lacking, takes_public } = listed.inspect_err(|refusal| note_unknown(fleet, refusal))?;
     let mut tokenized = shared.tokenization.tokenize(&intake.prompt, intake.text_domain).await;
     let prompt = believable(&tokenized, catalogue.longest_context);
     if let Some(grant) = &mut grant {
@@ -143,7 +145,8 @@ async fn admit(
     let padding = grant.as_ref().and_then(|grant| grant.tenant().padding(&chain, arrived));
     let padding = if tokenized.further.is_empty() { padding } else { padding.map(Padding::beside_others) };
     fleet.metrics.intake(fleet.clock.now().since(arrived));
-    let live = Arc::new(Live::new(id, client_id.to_owned(), card.id.clone(), arrived, prompt));
+    let live = Live::new(id, client_id.to_owned(), card.id.clone(), arrived, prompt).traced(Trace::read(headers));
+    let live = Arc::new(live);
     Ok(Admitted { intake, live, chain, further: tokenized.further, exact: tokenized.exact, excluded: lacking.clone(), grant, padding })
 }
 
@@ -179,6 +182,13 @@ pub(crate) fn choose_model<'a>(catalogue: &'a Catalogue, named: Option<&str>) ->
             let names = only.into_iter().chain(other).chain(base).map(|listed| listed.card.id.clone()).collect();
             Err(Refusal::NoModelNamed { models: names })
         }
+    }
+}
+
+/// An adapter may have been loaded since the engines were asked.
+fn note_unknown(fleet: &Fleet, refusal: &Refusal) {
+    if matches!(refusal, Refusal::UnknownModel { .. }) {
+        fleet.miss_model();
     }
 }
 

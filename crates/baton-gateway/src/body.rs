@@ -111,6 +111,12 @@ impl JsonBody {
         self.fields.iter().any(|field| self.is_named(field, name))
     }
 
+    /// Whether it has no fields but these, unless they are null.
+    pub(crate) fn has_only(&self, names: &[&str]) -> bool {
+        let is_one = |field: &Field| names.iter().any(|name| self.is_named(field, name));
+        self.fields.iter().all(|field| is_one(field) || &self.bytes[field.value.clone()] == b"null")
+    }
+
     /// The body in pieces, changed: a field stands where it first stood, or at the end when it is new.
     pub(crate) fn edited(&self, edits: &[Edit]) -> VecDeque<Bytes> {
         let mut pieces = Pieces { source: &self.bytes, done: VecDeque::with_capacity(4), own: String::from("{"), run: None, first: true };
@@ -287,6 +293,7 @@ mod tests {
         assert_eq!(elements, [r#"{"a":"]"}"#, "2", "[3]"]);
         assert_eq!(body.given("messages").unwrap(), "[ {\"a\":\"]\"} ,\n2,[3] ]");
         assert!(body.has("y") && body.given("y").is_none());
+        assert!(body.has_only(&["x", "messages"]) && !body.has_only(&["messages", "y"]));
         assert!(parse(r#"{"messages":[]}"#).elements().next().is_none());
         assert!(JsonBody::parse(Bytes::from_static(b"{\"messages\":{}}"), Some("messages")).is_err());
         assert!(JsonBody::parse(Bytes::from_static(b"{\"messages\":{}}"), None).is_ok());

@@ -37,7 +37,7 @@ pub use self::{
     reload::Reloaded,
     values::{KeyHash, NotAHash, Secret, Text},
 };
-use crate::{engine::BaseUrl, prompt::KEY_MODEL, reserved::PRIORITY_MAX, tls::Authorities};
+use crate::{engine::BaseUrl, intake::Api, prompt::KEY_MODEL, reserved::PRIORITY_MAX, tls::Authorities, token_api::TokenApi};
 
 /// Everything that `baton serve --config FILE` reads.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -189,7 +189,8 @@ pub struct EngineConfig {
     #[serde(default)]
     pub group: Option<String>,
     /// Names what decides the bits of its answers: model, number formats, hardware and software. Engines of the same name go on with each
-    /// other's streams. Default: kind, the model's root and the engine's version, as it tells them; engines that differ in more need names.
+    /// other's streams. Default: kind, the model's root and the engine's version (of llama.cpp build, number format and file), as it tells them;
+    /// engines that differ in more need names.
     #[serde(default)]
     pub numerics: Option<String>,
 }
@@ -516,14 +517,28 @@ impl EngineKind {
         }
     }
 
-    /// `return_token_ids` gives each chunk's token ids. Both engines also stream everything that an assembled answer needs.
-    pub fn gives_token_ids(self) -> bool {
+    /// `return_token_ids` gives each chunk's token ids.
+    pub(crate) fn gives_token_ids(self, api: Api) -> bool {
+        match self {
+            Self::Baton | Self::Vllm => true,
+            // Its chunks of a chat have no place for them.
+            Self::Sglang => api == Api::Completions,
+            Self::LlamaCpp | Self::OpenAi => false,
+        }
+    }
+
+    /// Its streams hold everything that an answer in one piece needs.
+    pub fn streams_fully(self) -> bool {
         matches!(self, Self::Baton | Self::Vllm)
     }
 
-    /// A prompt may be token ids, and their output's ids come back.
-    pub fn computes_tokens(self) -> bool {
-        matches!(self, Self::Baton | Self::Vllm)
+    /// How it computes from token ids, where it does.
+    pub(crate) fn token_api(self) -> Option<TokenApi> {
+        match self {
+            Self::Baton | Self::Vllm | Self::Sglang => Some(TokenApi::Completions),
+            Self::LlamaCpp => Some(TokenApi::LlamaCpp),
+            Self::OpenAi => None,
+        }
     }
 
     /// `stream_options.include_usage` is understood. An unknown server may refuse a field that its client did not send.

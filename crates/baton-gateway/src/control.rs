@@ -36,7 +36,7 @@ const TOKEN_TIMEOUT: Duration = Duration::from_secs(1);
 /// Probes in a row without an answer that make a replica suspect, and dead.
 const UNANSWERED_SUSPECT: u32 = 2;
 const UNANSWERED_DEAD: u32 = 4;
-/// Between looks at an engine's list of models, since adapters come and go.
+/// Between looks at an engine's list of models, since adapters come and go; a request that misses one has it looked at before.
 const MODELS_EVERY: Duration = Duration::from_secs(10);
 
 /// Stops its task when dropped.
@@ -117,7 +117,7 @@ impl Watcher {
         if self.is_silent() || self.hangs() || (self.is_in_doubt(began) && !self.computes().await) {
             return;
         }
-        let models_due = self.models_at.is_none_or(|at| asked_at.since(at) >= MODELS_EVERY);
+        let models_due = self.engine.take_models_due() || self.models_at.is_none_or(|at| asked_at.since(at) >= MODELS_EVERY);
         if began || models_due {
             self.look_at_models(began).await;
             self.models_at = Some(asked_at);

@@ -3,7 +3,10 @@
 use std::{
     fmt,
     str::FromStr,
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -158,6 +161,8 @@ pub(crate) struct Engine {
     facts: Mutex<Facts>,
     /// Wakes the engine's watcher before its time.
     pub(crate) probe: Notify,
+    /// Its list of models may have changed.
+    models_due: AtomicBool,
     pub(crate) pulse: Pulse,
     /// Times that it was found dead, or hung.
     deaths: watch::Sender<u32>,
@@ -265,6 +270,7 @@ impl Engine {
             member,
             facts: Mutex::new(facts),
             probe: Notify::new(),
+            models_due: AtomicBool::new(false),
             pulse: Pulse::default(),
             deaths: watch::Sender::new(0),
         }
@@ -315,6 +321,17 @@ impl Engine {
 
     pub(crate) fn url(&self) -> BaseUrl {
         self.facts().url.clone()
+    }
+
+    /// Has its watcher look at its models now.
+    pub(crate) fn expect_models(&self) {
+        self.models_due.store(true, Ordering::Relaxed);
+        self.probe.notify_one();
+    }
+
+    /// Whether its models are to be looked at before their time.
+    pub(crate) fn take_models_due(&self) -> bool {
+        self.models_due.swap(false, Ordering::Relaxed)
     }
 
     /// The card of a model that this engine serves.

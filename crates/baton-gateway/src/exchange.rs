@@ -1,15 +1,15 @@
 //! One request on its way: the shell around [`Session`]. It carries facts from engine, client and clock into the machine and does
 //! what the machine says; it decides nothing by itself.
 
+mod by_tokens;
 mod carried;
 mod copy;
 mod lag;
 mod outlet;
 mod record;
-mod resumed;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     convert::Infallible,
     future::poll_fn,
     pin::Pin,
@@ -20,7 +20,7 @@ use std::{
 
 use axum::body::Body;
 use baton_kv::BlockKey;
-use baton_policy::{Arrival, Outcome, Placed, Verdict};
+use baton_policy::{Arrival, Outcome, Placed, Slo, Verdict};
 use baton_session::{Action, Answer, End, Epoch, Fault, Input, Limits, Offer, Owner, Session, SessionConfig};
 use baton_units::{DurationMs, ReplicaId, Time, Tokens};
 use baton_wire::{
@@ -36,11 +36,11 @@ use tokio::{
 };
 
 use self::{
+    by_tokens::{ByTokens, Rest},
     carried::Carrying,
     lag::Lag,
     outlet::{Outlet, stream_response},
     record::Record,
-    resumed::{Rest, Resumed},
 };
 use crate::{
     assemble::Assembler,
@@ -171,8 +171,8 @@ enum Way {
     Wire(Box<Wire>),
     /// Over its control connection: the answer is made here from tokens.
     Carried(Box<Carrying>),
-    /// As an OpenAI server that goes on with what another engine began: the answer is made here from tokens.
-    Resumed(Box<Resumed>),
+    /// As a server that computes from token ids: the answer is made here from those that come.
+    ByTokens(Box<ByTokens>),
 }
 
 /// Tells that an engine was found dead, as after a host went away without a word.
@@ -184,6 +184,8 @@ struct Wire {
     assembler: Option<Assembler>,
     /// Next output index of each choice, as this engine counts.
     next: BTreeMap<u32, u32>,
+    /// Choices that have their end.
+    finished: BTreeSet<u32>,
     /// Of the last plain event.
     shape: Option<Shape>,
     /// `None` where it may not have to be gone on with.
@@ -357,7 +359,7 @@ impl Exchange {
     /// From here on the request waits for more of its engine's output, if it has some; not while it waits for its client.
     fn listen(&mut self) {
         match &self.attempt {
-            Some(Running { engine, way: Way::Wire(_) | Way::Resumed(_), .. }) if self.first_told => {
+            Some(Running { engine, way: Way::Wire(_) | Way::ByTokens(_), .. }) if self.first_told => {
                 self.listener.get_or_insert_with(|| Listener::of(engine, self.fleet.clock.now()));
             }
             Some(_) | None => self.listener = None,
@@ -382,7 +384,7 @@ impl Exchange {
         }
         let (attempt, death) = match self.attempt.as_mut().map(|running| &mut running.way) {
             Some(Way::Wire(wire)) => (&mut wire.attempt, &mut wire.death),
-            Some(Way::Resumed(resumed)) => (&mut resumed.attempt, &mut resumed.death),
+            Some(Way::ByTokens(by_tokens)) => (&mut by_tokens.attempt, &mut by_tokens.death),
             Some(Way::Carried(carrying)) => {
                 if let Poll::Ready((choice, event)) = carrying.run.poll_next(context) {
                     return Poll::Ready(Wake::Carried(choice, event));
@@ -418,7 +420,7 @@ impl Exchange {
                 } else if self.is_only_busy() {
                     self.extensions += 1;
                     self.session.handle(Input::ReplicaAlive, now);
-                } else if self.ends_before_it_fails() {
+                } else if self.ends_as_told() || self.ends_before_it_fails() {
                     return;
                 }
                 self.session.handle(Input::Timeout, now);
@@ -443,11 +445,11 @@ impl Exchange {
         let Some(Running { epoch, way, .. }) = &mut self.attempt else { return };
         match way {
             Way::Wire(wire) => wire.death = None,
-            Way::Resumed(resumed) => resumed.death = None,
+            Way::ByTokens(by_tokens) => by_tokens.death = None,
             Way::Carried(_) => {}
         }
         let epoch = *epoch;
-        if !self.fleet.any_ready() {
+        if self.ends_as_told() || !self.fleet.any_ready() {
             return;
         }
         // What has output and cannot go on elsewhere has nothing to lose by waiting.
@@ -520,6 +522,8 @@ impl Exchange {
             program: intake.identity.program,
             share: intake.share,
             priority: intake.identity.priority,
+            // Of one that goes on, the first token was long ago.
+            slo: Slo { ttft: intake.slo.ttft.filter(|_| self.rest.is_none() && !self.is_carried()), ..intake.slo },
             excluded,
         }
     }
@@ -586,7 +590,7 @@ impl Exchange {
             live.reset_output();
             (self.first_token_at, self.last_token_at) = (None, None);
         }
-        (self.usage, self.cached, self.first_told, self.listener) = (None, None, false, None);
+        (self.usage, self.cached, self.first_told, self.listener, self.answer) = (None, None, false, None, None);
         self.fleet.metrics.attempt(owner.replica);
         self.sent_at = now;
         self.extensions = 0;
@@ -594,7 +598,7 @@ impl Exchange {
         if let Some(rest) = self.rest.take() {
             return self.resume(engine, owner, *rest);
         }
-        if self.carry(&engine, owner) {
+        if self.carry(&engine, owner) || self.begin_by_tokens(&engine, owner) {
             return;
         }
         let Admitted { intake, live, .. } = &self.admitted;
@@ -604,7 +608,7 @@ impl Exchange {
         let mut request = intake.upstream_body(kind, takes_priority, &live.model, mode);
         let length = request.iter().map(Bytes::len).sum();
         let request_id = self.fleet.upstream_id(live.id, owner.epoch.0);
-        request.push_front(engine.lines.address().head(intake.api.path(), &request_id, length));
+        request.push_front(engine.lines.address().head(intake.api.path(), &request_id, live.trace.as_ref(), length));
         let expect = if mode == Mode::Whole { Expect::Whole } else { Expect::Events };
         let assembler = (mode == Mode::Assemble)
             .then(|| Assembler::new(intake.api, intake.wishes, format!("{}{}", intake.api.id_prefix(), live.client_id)));
@@ -612,7 +616,7 @@ impl Exchange {
         let attempt = self.fleet.upstream.start(&engine, request, expect);
         self.alone = engine.lines.busy() == 1;
         let record = self.records(&engine).then(Record::default);
-        let wire = Wire { attempt, assembler, next: BTreeMap::new(), shape: None, record, death };
+        let wire = Wire { attempt, assembler, next: BTreeMap::new(), finished: BTreeSet::new(), shape: None, record, death };
         self.attempt = Some(Running { engine, epoch: owner.epoch, way: Way::Wire(Box::new(wire)) });
     }
 
@@ -632,7 +636,12 @@ impl Exchange {
                 let refusal = self.refusal.take().unwrap_or(Refusal::NoReplica { retry_after: NO_REPLICA_RETRY });
                 return self.outlet.fail(&refusal);
             }
-            Answer::Error(end) => return self.outlet.fail(&Refusal::Ended(end)),
+            Answer::Error(end) => {
+                // Nobody has what the last one lacks, which its own words say best.
+                let lacks = self.answer.take().filter(|_| end == End::Exhausted(Fault::Status(404)) && self.outlet.is_open());
+                let Some(answer) = lacks else { return self.outlet.fail(&Refusal::Ended(end)) };
+                answer
+            }
         };
         self.outlet.respond(response);
     }
@@ -642,7 +651,7 @@ impl Exchange {
     fn wire(&mut self) -> Option<&mut Wire> {
         match &mut self.attempt.as_mut()?.way {
             Way::Wire(wire) => Some(wire),
-            Way::Carried(_) | Way::Resumed(_) => None,
+            Way::Carried(_) | Way::ByTokens(_) => None,
         }
     }
 
@@ -652,12 +661,27 @@ impl Exchange {
         let outcome = match arrived {
             Arrived::Event(event) => self.event(&event),
             Arrived::Answer { head, body } => self.whole(&head, &body),
-            Arrived::End => Err(Fault::Truncated),
-            Arrived::Failed(fault) => Err(fault),
+            Arrived::End => self.stream_lost(Fault::Truncated),
+            Arrived::Failed(fault) => self.stream_lost(fault),
         };
         if let Err(fault) = outcome {
             self.attempt_failed(epoch, fault);
         }
+    }
+
+    /// The engine's stream ends without its end.
+    fn stream_lost(&mut self, fault: Fault) -> Result<(), Fault> {
+        if self.ends_as_told() { Ok(()) } else { Err(fault) }
+    }
+
+    /// Ends an answer of which all is told, so that nothing but the stream's end mark can be missing: the client gets one from here. Each
+    /// choice has its end, and usage was told where it is wanted.
+    fn ends_as_told(&mut self) -> bool {
+        let Some(Running { way: Way::Wire(wire), .. }) = &self.attempt else { return false };
+        let intake = &self.admitted.intake;
+        let wants_usage = intake.wishes.usage || wire.assembler.is_some();
+        let is_told = wire.finished.len() as u32 == intake.choices && (self.usage.is_some() || !wants_usage);
+        is_told && self.done().is_ok()
     }
 
     fn attempt_failed(&mut self, epoch: Epoch, fault: Fault) {
@@ -680,13 +704,13 @@ impl Exchange {
     }
 
     fn event(&mut self, event: &Event) -> Result<(), Fault> {
-        let resumed = matches!(&self.attempt, Some(Running { way: Way::Resumed(_), .. }));
+        let by_tokens = matches!(&self.attempt, Some(Running { way: Way::ByTokens(_), .. }));
         if event.is_done() {
-            return if resumed { Err(Fault::Truncated) } else { self.done() };
+            return if by_tokens { Err(Fault::Truncated) } else { self.done() };
         }
         let Some(data) = &event.data else { return Ok(()) };
-        if resumed {
-            return self.resumed_event(data);
+        if by_tokens {
+            return self.tokens_event(data);
         }
         if let Some(plain) = self.read_plain(data)
             && self.is_plain(&plain)
@@ -753,9 +777,12 @@ impl Exchange {
         for piece in &chunk.pieces {
             passes &= self.offer(piece.choice, piece.count, piece.token_ids.iter().copied(), now);
             if piece.finish.is_some()
-                && let Some(running) = &self.attempt
+                && let Some(running) = &mut self.attempt
             {
                 self.session.handle(Input::ChoiceFinished { epoch: running.epoch, choice: piece.choice }, now);
+                if let Way::Wire(wire) = &mut running.way {
+                    wire.finished.insert(piece.choice);
+                }
             }
         }
         if !passes || self.attempt.is_none() {
@@ -797,7 +824,7 @@ impl Exchange {
         let next = match &mut running.way {
             Way::Wire(wire) => &mut wire.next,
             Way::Carried(carrying) => &mut carrying.next,
-            Way::Resumed(resumed) => &mut resumed.next,
+            Way::ByTokens(by_tokens) => &mut by_tokens.next,
         };
         let index = next.entry(choice).or_default();
         let offer = self.session.offer(running.epoch, choice, *index, count, now);
@@ -909,13 +936,19 @@ impl Exchange {
         let now = self.fleet.clock.now();
         let Some(running) = &self.attempt else { return Ok(()) };
         let epoch = running.epoch;
-        if !status.is_success() && !is_clients_fault(status) {
-            return Err(Fault::Status(status.as_u16()));
-        }
         let shown = self.admitted.padding.as_ref().and_then(|padding| with_cached_at_most(body, padding.own));
         let mut response = json_response(status, shown.unwrap_or_else(|| body.clone()));
         if let Some(kind) = &head.content_type {
             response.headers_mut().insert(header::CONTENT_TYPE, kind.clone());
+        }
+        if status == StatusCode::NOT_FOUND {
+            // It had the model when it was asked last: an adapter, say, that was unloaded since. Others may have it.
+            running.engine.expect_models();
+            self.answer = Some(response);
+            return Err(Fault::Status(status.as_u16()));
+        }
+        if !status.is_success() && !is_clients_fault(status) {
+            return Err(Fault::Status(status.as_u16()));
         }
         self.answer = Some(response);
         if !status.is_success() {
@@ -1007,9 +1040,9 @@ impl Exchange {
         let level_is_warn = matches!(end, End::Failed(_) | End::Exhausted(_) | End::TimedOut(_));
         let replica = self.last_replica.map(|id| id.to_string()).unwrap_or_default();
         if level_is_warn {
-            tracing::warn!(request = %live.id, x_request_id = live.client_id, replica, attempts = self.session.attempts(), %end, "request failed");
+            tracing::warn!(request = %live.id, x_request_id = live.client_id, trace_id = live.trace_id(), replica, attempts = self.session.attempts(), %end, "request failed");
         } else {
-            tracing::debug!(request = %live.id, x_request_id = live.client_id, replica, took_ms = took.as_ms(), outcome = name, "request ended");
+            tracing::debug!(request = %live.id, x_request_id = live.client_id, trace_id = live.trace_id(), replica, took_ms = took.as_ms(), outcome = name, "request ended");
         }
     }
 }

@@ -43,6 +43,8 @@ use crate::{
 const TAKEN_IN_AT_ONCE: usize = 128;
 /// Places of the index that are copied while others wait.
 const COPIED_AT_ONCE: usize = 1024;
+/// Between looks at all engines' models for one that nobody is known to have: clients that ask for such keep no engine busy.
+const MODELS_MISSED_EVERY: Duration = Duration::from_secs(1);
 
 /// Names the replica that answers.
 pub(crate) const REPLICA_HEADER: HeaderName = HeaderName::from_static("x-baton-replica");
@@ -73,6 +75,8 @@ pub(crate) struct Fleet {
     /// taken for the newcomer's.
     lives_ended: Mutex<BTreeMap<ReplicaId, Incarnation>>,
     catalogue: RwLock<Arc<Catalogue>>,
+    /// When a client last asked for a model that nobody has, and the engines were asked again.
+    models_missed: Mutex<Option<Time>>,
     /// Fair where it is asked to be: writers of the index hand it to who waits.
     placement: parking_lot::Mutex<Placement>,
     /// Of the router's index, for matches without its lock.
@@ -124,8 +128,18 @@ struct Requests {
     live: BTreeMap<RequestId, Arc<Live>>,
     /// The latest ids that clients know, for decisions; as many as the router keeps decisions.
     named: HashMap<String, RequestId>,
-    names: VecDeque<(String, RequestId)>,
+    names: VecDeque<Named>,
     names_kept: usize,
+}
+
+/// What a request is called outside.
+#[derive(Debug, Clone)]
+pub(crate) struct Named {
+    request: RequestId,
+    /// By its client.
+    pub(crate) client_id: String,
+    /// Of the trace that it is part of.
+    pub(crate) trace_id: Option<String>,
 }
 
 /// The models that engines serve or served, made anew when one tells another list.
@@ -216,6 +230,7 @@ impl Fleet {
             engines: RwLock::default(),
             lives_ended: Mutex::default(),
             catalogue: RwLock::default(),
+            models_missed: Mutex::default(),
             reader: router.index().reader(),
             placement: parking_lot::Mutex::new(Placement { router, waiting: HashMap::new(), block_size: None }),
             events: tokio::sync::RwLock::default(),
@@ -507,8 +522,9 @@ impl Fleet {
     /// `numerics` where that matters.
     pub(crate) fn cannot_resume(&self, model: &str, numerics: Option<&str>) -> Vec<ReplicaId> {
         let can = |engine: &Engine| {
-            engine.config.kind.computes_tokens()
+            engine.config.kind.token_api().is_some()
                 && engine.knows_tokens()
+                && engine.model(model).is_some()
                 && numerics.is_none_or(|numerics| engine.numerics(model) == numerics)
         };
         self.engines().iter().filter(|engine| !can(engine)).map(|engine| engine.id).collect()
@@ -855,6 +871,20 @@ impl Fleet {
         self.tell_unshared(&before, &catalogue);
     }
 
+    /// A client asks for a model that no engine is known to have: one may have just loaded it.
+    pub(crate) fn miss_model(&self) {
+        let now = self.clock.now();
+        let mut before = lock(&self.models_missed);
+        if before.is_some_and(|before| now.since(before) < MODELS_MISSED_EVERY) {
+            return;
+        }
+        *before = Some(now);
+        drop(before);
+        for engine in self.engines() {
+            engine.expect_models();
+        }
+    }
+
     // Requests.
 
     pub(crate) fn mint(&self) -> RequestId {
@@ -875,14 +905,14 @@ impl Fleet {
     pub(crate) fn admit(self: &Arc<Self>, live: Arc<Live>) -> Booked {
         let booked = Booked { fleet: self.clone(), request: live.id };
         let mut requests = lock(&self.requests);
-        let name = live.client_id.clone();
-        requests.named.insert(name.clone(), live.id);
-        requests.names.push_back((name, live.id));
+        requests.named.insert(live.client_id.clone(), live.id);
+        let trace_id = live.trace.as_ref().map(|trace| trace.id.clone());
+        requests.names.push_back(Named { request: live.id, client_id: live.client_id.clone(), trace_id });
         if requests.names.len() > requests.names_kept
-            && let Some((name, id)) = requests.names.pop_front()
-            && requests.named.get(&name) == Some(&id)
+            && let Some(Named { request, client_id, .. }) = requests.names.pop_front()
+            && requests.named.get(&client_id) == Some(&request)
         {
-            requests.named.remove(&name);
+            requests.named.remove(&client_id);
         }
         requests.live.insert(live.id, live);
         booked
@@ -921,8 +951,8 @@ impl Fleet {
     }
 
     /// Names of the latest requests by id.
-    pub(crate) fn client_ids(&self) -> HashMap<RequestId, String> {
-        lock(&self.requests).names.iter().map(|(name, id)| (*id, name.clone())).collect()
+    pub(crate) fn names(&self) -> HashMap<RequestId, Named> {
+        lock(&self.requests).names.iter().map(|named| (named.request, named.clone())).collect()
     }
 
     // The end.

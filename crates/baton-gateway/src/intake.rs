@@ -1,21 +1,24 @@
 //! A completion request as it came in: checked, its reserved fields taken out, its prompt and wishes understood.
 
-use std::collections::VecDeque;
+use std::{borrow::Cow, collections::VecDeque};
 
 use baton_kv::KeyDomain;
-use baton_policy::Share;
+use baton_policy::{Share, Slo};
 use baton_units::Tokens;
 use baton_wire::openai::{ErrorBody, Prompt, PublicTokens, StreamOptions};
 use bytes::Bytes;
 use http::{HeaderMap, header::CONTENT_TYPE};
+use serde::Deserialize;
+use serde_json::value::RawValue;
 
 use crate::{
     body::{Edit, JsonBody},
     config::{EngineKind, FrontConfig},
     identity::Identity,
     refusal::Refusal,
-    reserved,
+    reserved, slo,
     tenants::Tenant,
+    token_api::TokenApi,
 };
 
 /// Fields that are done here, or belong to the chat API, where an engine is sent tokens.
@@ -38,6 +41,36 @@ const NOT_OF_TOKENS: [&str; 18] = [
     "n",
     "stop",
     "include_stop_str_in_output",
+];
+
+/// Fields of a request for plain text that mean to all engines what they mean here; see [`Intake::is_plain`].
+const PLAIN: [&str; 26] = [
+    "model",
+    "messages",
+    "prompt",
+    "stream",
+    "stream_options",
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "repeat_penalty",
+    "repeat_last_n",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "ignore_eos",
+    "seed",
+    "stop",
+    "n",
+    "user",
+    "priority",
+    "cache_salt",
+    "prompt_cache_key",
+    "return_token_ids",
 ];
 
 /// Which of the two generation APIs a request speaks.
@@ -113,6 +146,7 @@ pub(crate) struct Intake {
     pub(crate) choices: u32,
     pub(crate) max_output: Option<Tokens>,
     pub(crate) identity: Identity,
+    pub(crate) slo: Slo,
     /// Of the client's tenant, or derived from the client's `cache_salt`; see the reserved fields.
     pub(crate) salt: Option<String>,
     /// How far the salt does not count.
@@ -158,6 +192,7 @@ impl Intake {
             choices: choices as u32,
             max_output: max_output.map(Tokens),
             identity: Identity::read(headers, &body),
+            slo: slo::asked(headers)?,
             salt: read::<String>(&body, "cache_salt")?.map(|salt| derived_salt(&salt)),
             public: None,
             share: None,
@@ -190,7 +225,7 @@ impl Intake {
     pub(crate) fn mode(&self, kind: EngineKind, assemble: bool) -> Mode {
         match self.wishes.stream {
             true => Mode::Stream,
-            false if assemble && kind.gives_token_ids() && self.streams_fully => Mode::Assemble,
+            false if assemble && kind.streams_fully() && self.streams_fully => Mode::Assemble,
             false => Mode::Whole,
         }
     }
@@ -217,7 +252,7 @@ impl Intake {
             let continuous_usage_stats = self.wishes.continuous_usage.then_some(true);
             edits.push(Edit::set("stream_options", &StreamOptions { include_usage: Some(true), continuous_usage_stats }));
         }
-        if kind.gives_token_ids() {
+        if kind.gives_token_ids(self.api) {
             edits.push(Edit::set("return_token_ids", &true));
         }
         self.body.edited(&edits)
@@ -227,6 +262,7 @@ impl Intake {
     /// is made here, and so stop strings are found here.
     pub(crate) fn tokens_body(
         &self,
+        api: TokenApi,
         (kind, takes_priority): (EngineKind, bool),
         model: &str,
         (prompt, output): (&[u32], &[u32]),
@@ -238,14 +274,19 @@ impl Intake {
         if let Ok(Some(least)) = self.body.read::<u32>("min_tokens") {
             edits.push(Edit::set("min_tokens", &least.saturating_sub(taken)));
         }
-        edits.extend([
-            Edit::set("prompt", &[prompt, output].concat()),
-            Edit::set("max_tokens", &max_tokens.saturating_sub(taken)),
-            Edit::set("stream", &true),
-            Edit::set("stream_options", &StreamOptions { include_usage: Some(true), continuous_usage_stats: None }),
-            Edit::set("return_token_ids", &true),
-        ]);
+        edits.extend(api.edits(&[prompt, output].concat(), max_tokens.saturating_sub(taken)));
         self.body.edited(&edits)
+    }
+
+    /// Whether it asks for text and no more, in words that mean the same here and at every engine: of conversations in plain text whose next
+    /// message is wanted, and of prompts whose output has a bound. Then its answer may be made here from tokens.
+    pub(crate) fn is_plain(&self) -> bool {
+        let known = [&PLAIN[..], &self.stripped[..]].concat();
+        let prompt = match &self.prompt {
+            PromptSource::Chat(chat) => chat.is_plain(),
+            PromptSource::Completion { .. } => self.max_output.is_some(),
+        };
+        prompt && self.body.has_only(&known)
     }
 
     /// What the gateway changes however the request is sent.
@@ -277,6 +318,25 @@ impl PromptSource {
             Self::Chat(_) => 1,
             Self::Completion { prompt, .. } => prompt.len() as u64,
         }
+    }
+}
+
+impl ChatPrompt {
+    fn is_plain(&self) -> bool {
+        #[derive(Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Message<'a> {
+            #[serde(borrow)]
+            role: Cow<'a, str>,
+            #[serde(borrow)]
+            content: &'a RawValue,
+        }
+        fn role(message: &Bytes) -> Option<Cow<'_, str>> {
+            let Message { role, content } = serde_json::from_slice(message).ok()?;
+            content.get().starts_with('"').then_some(role)
+        }
+        let roles: Option<Vec<Cow<'_, str>>> = self.messages.iter().map(role).collect();
+        roles.is_some_and(|roles| roles.last().is_some_and(|last| last != "assistant"))
     }
 }
 
@@ -379,6 +439,40 @@ mod tests {
     fn stream_options_do_not_stay_without_a_stream() {
         let body = r#"{"model":"m","messages":[],"echo":true,"stream":false,"stream_options":{"include_usage":true}}"#;
         assert_eq!(upstream(body, EngineKind::Vllm), r#"{"model":"m","messages":[],"echo":true}"#);
+    }
+
+    #[test]
+    fn plain_is_what_asks_for_text_alone() {
+        let plain = r#"{"model":"m","messages":[{"role":"system","content":"x"},{"role":"user","content":"hi"}],"stream":true,"temperature":0,"tools":null,"id_slot":1}"#;
+        assert!(read_chat(plain).unwrap().is_plain());
+        for (place, more) in [
+            ("\"temperature\":0", "\"response_format\":{\"type\":\"json_object\"}"),
+            ("\"temperature\":0", "\"grammar\":\"g\""),
+            ("\"tools\":null", "\"tools\":[{}]"),
+            ("\"temperature\":0", "\"x_new\":1"),
+            ("{\"role\":\"user\",\"content\":\"hi\"}", "{\"role\":\"assistant\",\"content\":\"hi\"}"),
+            ("\"content\":\"hi\"", "\"content\":[{\"type\":\"text\",\"text\":\"hi\"}]"),
+            ("\"content\":\"hi\"", "\"content\":\"hi\",\"tool_call_id\":\"c\""),
+        ] {
+            assert!(!read_chat(&plain.replace(place, more)).unwrap().is_plain(), "{more}");
+        }
+        let completion =
+            |body: &str| Intake::read(Api::Completions, &HeaderMap::new(), &body.to_owned().into(), &FrontConfig::default()).unwrap();
+        assert!(completion(r#"{"prompt":"a","max_tokens":3}"#).is_plain());
+        assert!(!completion(r#"{"prompt":"a"}"#).is_plain(), "engines have bounds of their own");
+    }
+
+    #[test]
+    fn sglang_is_asked_for_ids_where_it_has_a_place_for_them() {
+        let body = r#"{"model":"m","messages":[],"stream":true}"#;
+        assert!(!upstream(body, EngineKind::Sglang).contains("return_token_ids"));
+        let read =
+            |body: &str| Intake::read(Api::Completions, &HeaderMap::new(), &body.to_owned().into(), &FrontConfig::default()).unwrap();
+        let intake = read(r#"{"model":"m","prompt":"x","stream":true}"#);
+        let body = Vec::from(intake.upstream_body(EngineKind::Sglang, false, "m", Mode::Stream)).concat();
+        assert!(String::from_utf8(body).unwrap().contains(r#""return_token_ids":true"#));
+        let whole = read(r#"{"model":"m","prompt":"x"}"#);
+        assert_eq!(whole.mode(EngineKind::Sglang, true), Mode::Whole);
     }
 
     #[test]

@@ -24,7 +24,7 @@ use tokio::{
 };
 use tokio_rustls::rustls::ClientConfig;
 
-use crate::{engine::BaseUrl, tls::Transport};
+use crate::{engine::BaseUrl, tls::Transport, trace::Trace};
 
 /// Read from an engine at once, and the bound of a head.
 const INPUT_BYTES: usize = 16 << 10;
@@ -65,13 +65,14 @@ impl Address {
         Self { uri: url.join("/"), prefix: url.prefix().to_owned(), fixed_headers, tls }
     }
 
-    /// The head of a POST.
-    pub(crate) fn head(&self, path: &str, request_id: &str, content_length: usize) -> Bytes {
+    /// The head of a POST, with the lines of `trace`.
+    pub(crate) fn head(&self, path: &str, request_id: &str, trace: Option<&Trace>, content_length: usize) -> Bytes {
         let Self { prefix, fixed_headers, .. } = self;
-        let mut head = String::with_capacity(fixed_headers.len() + prefix.len() + path.len() + request_id.len() + 80);
+        let trace = trace.map(Trace::headers).unwrap_or_default();
+        let mut head = String::with_capacity(fixed_headers.len() + prefix.len() + path.len() + request_id.len() + trace.len() + 80);
         write!(
             head,
-            "POST {prefix}{path} HTTP/1.1\r\n{fixed_headers}x-request-id: {request_id}\r\ncontent-length: {content_length}\r\n\r\n"
+            "POST {prefix}{path} HTTP/1.1\r\n{fixed_headers}x-request-id: {request_id}\r\n{trace}content-length: {content_length}\r\n\r\n"
         )
         .expect("a string takes it");
         head.into()

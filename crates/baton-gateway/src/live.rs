@@ -6,6 +6,8 @@ use std::sync::{
 use baton_units::{ReplicaId, RequestId, Time, Tokens};
 use serde::Serialize;
 
+use crate::trace::Trace;
+
 /// A request in the gateway, for those who look at it from outside.
 #[derive(Debug)]
 pub(crate) struct Live {
@@ -15,6 +17,8 @@ pub(crate) struct Live {
     pub(crate) model: String,
     pub(crate) arrived: Time,
     pub(crate) prompt: Tokens,
+    /// That its client's request is part of.
+    pub(crate) trace: Option<Trace>,
     state: Mutex<(LiveState, Option<ReplicaId>)>,
     output: AtomicU32,
 }
@@ -31,7 +35,17 @@ pub(crate) enum LiveState {
 
 impl Live {
     pub(crate) fn new(id: RequestId, client_id: String, model: String, arrived: Time, prompt: Tokens) -> Self {
-        Self { id, client_id, model, arrived, prompt, state: Mutex::new((LiveState::Held, None)), output: AtomicU32::new(0) }
+        Self { id, client_id, model, arrived, prompt, trace: None, state: Mutex::new((LiveState::Held, None)), output: AtomicU32::new(0) }
+    }
+
+    /// As part of its client's trace, where that names one.
+    pub(crate) fn traced(self, trace: Option<Trace>) -> Self {
+        Self { trace, ..self }
+    }
+
+    /// Its trace's name, for the log.
+    pub(crate) fn trace_id(&self) -> Option<&str> {
+        self.trace.as_ref().map(|trace| trace.id.as_str())
     }
 
     pub(crate) fn set(&self, state: LiveState, replica: Option<ReplicaId>) {

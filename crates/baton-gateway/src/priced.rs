@@ -26,7 +26,9 @@ use crate::{
     passthrough::{Meter, lacks_path, send},
     prompt::KeyChain,
     refusal::{NO_REPLICA_RETRY, Refusal},
+    slo,
     tenants::Terms,
+    trace::Trace,
 };
 
 /// Responses of which it is known where they live.
@@ -143,13 +145,15 @@ pub(crate) async fn pass(
     meter: &mut Option<Meter>,
 ) -> Result<Response, Refusal> {
     let fleet = &shared.fleet;
+    let slo = slo::asked(&head.headers)?;
     let text_domain = terms.as_ref().map_or(0, |terms| terms.text_domain());
     let tokenized = shared.tokenization.tokenize(&source, text_domain).await;
     let adapter = card.parent.is_some().then_some(card.id.as_str());
     let chain = KeyChain::new(adapter, salt.as_deref(), Tokens::ZERO, fleet.block_size(), tokenized.tokens);
     let id = fleet.mint();
     let client_id = client_request_id(&head.headers).map_or_else(|| fleet.client_id(id), str::to_owned);
-    let live = Arc::new(Live::new(id, client_id, card.id.clone(), fleet.clock.now(), tokenized.count));
+    let live = Live::new(id, client_id, card.id.clone(), fleet.clock.now(), tokenized.count).traced(Trace::read(&head.headers));
+    let live = Arc::new(live);
     let mut identity = Identity::of_headers(&head.headers);
     if let Some(terms) = &terms {
         identity.belong_to(&tenant);
@@ -171,6 +175,7 @@ pub(crate) async fn pass(
             program: identity.program,
             share: terms.as_ref().map(|terms| terms.share()),
             priority: identity.priority,
+            slo,
             excluded: excluded.clone(),
         };
         live.set(LiveState::Held, None);

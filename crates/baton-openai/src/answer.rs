@@ -187,6 +187,18 @@ impl Answer {
         Ok(self.pushed(index, stopped))
     }
 
+    /// Ends choice `index` if its last token does so by request and model: whoever ran it is lost, and with it the word that was to come after
+    /// the token.
+    pub fn settle(&mut self, index: u32, out: &mut Vec<u8>) -> Pushed {
+        let piece = self.progress.end_of_held(index).and_then(|end| {
+            let slot = self.progress.slot_mut(index);
+            let token = slot.held.take()?;
+            slot.choice.push(token, Some(end))
+        });
+        let stopped = self.show(index, piece, out);
+        self.pushed(index, stopped)
+    }
+
     /// Ends choice `index` from outside, as an operator does. One that has ended stays as it is; so does one whose last token came and
     /// only its finish is missing.
     pub fn abort(&mut self, index: u32, out: &mut Vec<u8>) {

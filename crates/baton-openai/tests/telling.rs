@@ -463,3 +463,17 @@ fn tokens_that_end_an_output_end_the_resumed_stream() {
     assert_eq!(resumed(json!({}), &[*b"once"], "twice"), Err(baton_openai::OtherText));
     assert_eq!(resumed(json!({}), &[*b"once"], "once upon"), Err(baton_openai::OtherText));
 }
+
+#[test]
+fn a_last_token_ends_an_output_whose_end_never_comes() {
+    let case = Case { is_chat: true, body: json!({ "messages": [], "stream": true, "max_tokens": 8 }), draws: Vec::new(), room: u32::MAX };
+    let settled = |calls: &[OutputEntry]| {
+        let mut told = Told::new(case.answer().0);
+        told.entries(0, calls);
+        let pushed = told.answer.settle(0, &mut told.out);
+        (pushed, text_of(&told.out))
+    };
+    let eos = OutputEntry::Token { id: EOS, logprobs: None };
+    assert_eq!(settled(&[token(*b"once")]), (Pushed::Running, "once".into()));
+    assert_eq!(settled(&[token(*b"once"), eos]), (Pushed::Ended, "once".into()));
+}

@@ -7,7 +7,7 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use baton_cost::StepCoefficients;
 use baton_kv::{BlockKey, FleetIndex, KeyDomain, chain_keys};
-use baton_policy::{Arrival, Discipline, Outcome, PolicyName, ReplicaSpec, Router, RouterConfig, Verdict};
+use baton_policy::{Arrival, Discipline, Outcome, PolicyName, ReplicaSpec, Router, RouterConfig, Slo, Verdict};
 use baton_units::{BlockSize, Blocks, Bytes, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
 
 const REPLICAS: u32 = 16;
@@ -36,6 +36,7 @@ impl Subject for Router {
             program: None,
             share: None,
             priority: Priority(0),
+            slo: Slo::default(),
             excluded: (0..REPLICAS).map(ReplicaId).filter(|id| *id != home).collect(),
         };
         assert!(matches!(self.place(arrival, now), Verdict::Run(_)), "there is room");

@@ -17,6 +17,11 @@ pub struct DecisionRecord {
     pub prompt: Tokens,
     pub session: Option<u64>,
     pub program: Option<u64>,
+    /// The request's own objectives.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub slo_ttft_ms: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub slo_tpot_ms: Option<f64>,
     /// Time in the router before this decision.
     pub held_ms: f64,
     /// The chosen one's and those of the best others, in order of replicas.
@@ -89,7 +94,7 @@ pub struct Terms {
     pub eviction: f64,
     /// Slower tokens of the requests that run there.
     pub decode: f64,
-    /// Lateness beyond what the classes of this request and of those yet to come allow, at the price that the operator's objective has.
+    /// Lateness beyond what this request or its class allows, and the classes of those yet to come, at the price that an objective has.
     pub late: f64,
 }
 

@@ -299,6 +299,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::Slo;
 
     /// Ten minutes of one request of 100 ms every so often, on one replica.
     fn after_load(every_ms: f64) -> Held {
@@ -353,6 +354,7 @@ mod tests {
             program: None,
             share,
             priority: Priority(0),
+            slo: Slo::default(),
             excluded: Vec::new(),
         }
     }

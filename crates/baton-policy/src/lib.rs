@@ -30,7 +30,7 @@ pub use decision::{DecisionRecord, FetchQuote, Quote, Realised, Reason, Terms};
 pub use peers::PeerTerms;
 pub use policy::{PolicyName, UnknownPolicy};
 pub use replica::{Discipline, LoadReport, ReplicaSpec, ReplicaState, ReplicaStatus};
-pub use request::{Arrival, Outcome, Placed, PrefixCopy, PrefixFetch, Refusal, Verdict};
+pub use request::{Arrival, Outcome, Placed, PrefixCopy, PrefixFetch, Refusal, Slo, Verdict};
 pub use router::{MoveTerms, Router};
 pub use truth::Trust;
 pub use turns::Share;

@@ -376,16 +376,21 @@ impl Router {
         delays.compute(backlogs, work_ms, coming, self.demand.rate());
     }
 
-    /// Lateness of the request itself and of those who come later, where their classes have an objective.
+    /// Lateness of the request itself, where it or its class has an objective, and of those who come later, where their classes have one:
+    /// what a client wants for itself is not kept free of others' work.
     fn price_lateness(&mut self, arrival: &Arrival, candidates: &mut [Candidate]) {
-        if self.config.classes.iter().all(|class| class.slo_ttft.is_none()) {
-            return;
-        }
-        let slo_ms = self.config.slo_ttft_ms(arrival.priority);
+        let ttft_ms = arrival.slo.ttft.map_or_else(|| self.config.slo_ttft_ms(arrival.priority), |slo| slo.as_ms());
+        let tpot_ms = arrival.slo.tpot.map_or(f64::INFINITY, |slo| slo.as_ms());
         for candidate in &mut *candidates {
-            candidate.terms.late = LATE_WEIGHT * (candidate.terms.wait + candidate.terms.prefill - slo_ms).max(0.0);
+            let mut late_ms = (candidate.terms.wait + candidate.terms.prefill - ttft_ms).max(0.0);
+            if tpot_ms.is_finite() {
+                // Each token is late by as much, and so is the mean one.
+                let step_ms = self.replicas[candidate.replica].decode_step_ms(1, u64::from(arrival.prompt.0));
+                late_ms += (step_ms - tpot_ms).max(0.0);
+            }
+            candidate.terms.late = LATE_WEIGHT * late_ms;
         }
-        if self.config.weights.delay <= 0.0 {
+        if self.config.weights.delay <= 0.0 || self.config.classes.iter().all(|class| class.slo_ttft.is_none()) {
             return;
         }
         let Scratch { backlogs, work_ms, lateness, costs, elsewhere, .. } = &mut self.scratch;

@@ -22,8 +22,19 @@ pub struct Arrival {
     /// had less of what is its part.
     pub share: Option<Share>,
     pub priority: Priority,
+    pub slo: Slo,
     /// Replicas that must not be chosen, as after a failed try there.
     pub excluded: Vec<ReplicaId>,
+}
+
+/// What a request wants of its own times, where that is more than its class says.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Slo {
+    /// From its arrival to its first token. It stands for its class's objective, and one that would start too late for it is turned away; it
+    /// waits no longer than its class may, all the same, since those behind it do not either.
+    pub ttft: Option<Duration>,
+    /// Mean time between its tokens (`price` only). It chooses the replica, and refuses nothing.
+    pub tpot: Option<Duration>,
 }
 
 /// What to do with a request.

@@ -340,7 +340,7 @@ impl Router {
             self.held.offer(class, choice.as_ref().map_or_else(|| self.cold_ms(&arrival), Choice::prefill_ms));
         }
         let verdict = match choice {
-            Some(choice) if in_turn && choice.wait_ms() <= self.bind_limit_ms(self.config.classes[class].start_within) => {
+            Some(choice) if in_turn && choice.wait_ms() <= self.bind_limit_ms(self.start_within(&arrival, choice.prefill_ms())) => {
                 self.held.enter(class, choice.prefill_ms());
                 self.held.pass(&arrival, choice.uncached(&arrival), choice.prefill_ms());
                 Verdict::Run(self.bind(&arrival, choice, Duration::ZERO, now))
@@ -370,7 +370,10 @@ impl Router {
         let mut out = Vec::new();
         while let Some(late) = self.held.take_late(now) {
             let refusal = if self.may_serve_later(&late.arrival) {
-                self.held.missed(self.config.class_of(late.arrival.priority));
+                // One that wanted more than its class says nothing of the others' waits.
+                if late.arrival.slo.ttft.is_none() {
+                    self.held.missed(self.config.class_of(late.arrival.priority));
+                }
                 self.shed(&late.arrival, late.work_ms, 0.0)
             } else {
                 Refusal::NoReplica
@@ -662,7 +665,7 @@ impl Router {
 
     /// Lets a request wait if it will start in time, by all that is known of the queue; turns it away if not.
     fn hold_or_shed(&mut self, arrival: &Arrival, class: usize, wait_ms: f64, service: f64, work_ms: f64, now: Time) -> Verdict {
-        let within = self.config.classes[class].start_within;
+        let within = self.start_within(arrival, work_ms);
         // It is bound to a replica that has as much work as late binding lets it have, if it ever waits here.
         let bound_to = if self.policy.prices_others() { self.config.bind_within.map_or(0.0, |within| within.as_ms()) } else { 0.0 };
         let start_ms = wait_ms.max(bound_to.min(within.as_ms())) + self.held.wait_ms(arrival, class, self.ready());
@@ -682,6 +685,13 @@ impl Router {
         let retry_after = self.held.promise(class, work_ms, excess_ms, self.ready());
         self.sheds[class] += 1;
         Refusal::Overloaded { retry_after }
+    }
+
+    /// Within what time its prompt, of `prefill_ms`, must start.
+    fn start_within(&self, arrival: &Arrival, prefill_ms: f64) -> Duration {
+        let class = self.config.classes[self.config.class_of(arrival.priority)].start_within;
+        let own = arrival.slo.ttft.map(|ttft| ttft.saturating_sub(Duration::from_ms(prefill_ms)));
+        own.map_or(class, |own| own.min(class))
     }
 
     /// Wait at which a request is sent to its best replica, when it must start within `left`.
@@ -886,6 +896,8 @@ impl Router {
             prompt: arrival.prompt,
             session: arrival.session,
             program: arrival.program,
+            slo_ttft_ms: arrival.slo.ttft.map(|slo| slo.as_ms()),
+            slo_tpot_ms: arrival.slo.tpot.map(|slo| slo.as_ms()),
             held_ms: held_for.as_ms(),
             chosen: own.replica,
             reason: if self.config.policy == PolicyName::Price { Price::reason(view, &quoted.candidates, chosen) } else { Reason::Rule },

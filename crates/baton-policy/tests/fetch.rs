@@ -8,7 +8,7 @@ use baton_cost::{StepCoefficients, fetch_s};
 use baton_kv::{BlockKey, KeyDomain, chain_keys};
 use baton_policy::{
     Arrival, Discipline, FetchQuote, LoadReport, Outcome, PeerTerms, Placed, PolicyName, PrefixFetch, Quote, ReplicaSpec, ReplicaState,
-    Router, RouterConfig, Verdict,
+    Router, RouterConfig, Slo, Verdict,
 };
 use baton_units::{BlockSize, Blocks, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
 use proptest::prelude::*;
@@ -44,6 +44,7 @@ fn arrival(request: u64, prefix: u32, tokens: u32) -> Arrival {
         program: None,
         share: None,
         priority: Priority(0),
+        slo: Slo::default(),
         excluded: Vec::new(),
     }
 }

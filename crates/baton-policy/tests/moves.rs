@@ -7,7 +7,7 @@ use std::sync::Arc;
 use baton_cost::{Device, Link, ModelShape, StepCoefficients};
 use baton_kv::{BlockKey, KeyDomain, chain_keys};
 use baton_policy::{
-    Arrival, Discipline, LoadReport, MoveTerms, Outcome, ReplicaSpec, ReplicaState, Router, RouterConfig, Verdict,
+    Arrival, Discipline, LoadReport, MoveTerms, Outcome, ReplicaSpec, ReplicaState, Router, RouterConfig, Slo, Verdict,
     mover::{FleetFacts, MoveReason, Mover, MoverConfig, ReplicaFacts},
 };
 use baton_units::{BlockSize, Blocks, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
@@ -51,6 +51,7 @@ fn send(router: &mut Router, request: u64, text: u32, tokens: u32, to: u32, repl
         program: Some(u64::from(text)),
         share: None,
         priority: Priority(0),
+        slo: Slo::default(),
         excluded: (0..replicas).filter(|id| *id != to).map(ReplicaId).collect(),
     };
     assert!(matches!(router.place(arrival, now), Verdict::Run(placed) if placed.replica.0 == to));
@@ -258,6 +259,7 @@ proptest! {
                         program: Some(1),
                         share: None,
                         priority: Priority(0),
+                        slo: Slo::default(),
                         excluded: vec![ReplicaId(to)],
                     };
                     if let Verdict::Run(placed) = router.place(arrival, now) {

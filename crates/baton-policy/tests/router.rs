@@ -8,7 +8,7 @@ use baton_cost::{StepCoefficients, StepLoad};
 use baton_kv::{BlockKey, EngineHash, KeyDomain, KvEvent, KvEventBatch, Matched, Snapshot, SnapshotError, chain_keys};
 use baton_policy::{
     Arrival, Discipline, LoadReport, Outcome, PolicyName, PrefixCopy, PriceWeights, PriorityClass, Refusal, ReplicaSpec, ReplicaState,
-    Router, RouterConfig, Share, Trust, Verdict,
+    Router, RouterConfig, Share, Slo, Trust, Verdict,
 };
 use baton_units::{BlockSize, Blocks, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
 use proptest::prelude::*;
@@ -73,6 +73,7 @@ fn arrival(request: u64, text: u32, tokens: u32) -> Arrival {
         program: None,
         share: None,
         priority: Priority(0),
+        slo: Slo::default(),
         excluded: Vec::new(),
     }
 }
@@ -959,4 +960,48 @@ proptest! {
         };
         prop_assert_eq!(decisions(), decisions());
     }
+}
+
+/// What a request wants for itself turns it away where it would be late, and lets it wait no longer than its class does.
+#[test]
+fn a_request_with_an_objective_of_its_own_starts_in_time_or_not_at_all() {
+    let config =
+        RouterConfig { bind_within: Some(Duration::from_millis(50)), classes: vec![class(i32::MIN, 4.0)], ..RouterConfig::default() };
+    let mut router = Router::new(config, 1);
+    router.upsert_replica(spec(0), Time::ZERO);
+    let within = |ms| Slo { ttft: Some(Duration::from_millis(ms)), tpot: None };
+    // Each takes 149 ms; the first is bound and the rest waits its turn.
+    let mut offer = |request: u64, slo: Slo| router.place(Arrival { slo, ..arrival(request, request as u32, 4600) }, ms(request as f64));
+    assert!(matches!(offer(0, Slo::default()), Verdict::Run(_)));
+    assert!((1..6).all(|request| offer(request, Slo::default()) == Verdict::Hold));
+    assert!(matches!(offer(6, within(500)), Verdict::Refuse(Refusal::Overloaded { .. })), "0.9 s of work are before it");
+    assert_eq!(offer(7, within(2000)), Verdict::Hold);
+    (8..60).for_each(|request| _ = offer(request, Slo::default()));
+    assert!(matches!(offer(60, within(60_000)), Verdict::Refuse(Refusal::Overloaded { .. })), "its class waits 4 s");
+    // Its time is over while the others may still wait.
+    let released = router.released(ms(1900.0));
+    assert!(matches!(released[..], [(RequestId(7), Verdict::Refuse(Refusal::Overloaded { .. })), ..]), "{released:?}");
+    assert!(released[1..].iter().all(|(_, verdict)| matches!(verdict, Verdict::Run(_))), "{released:?}");
+}
+
+#[test]
+fn a_request_s_own_objectives_choose_its_replica() {
+    let mut router = Router::new(RouterConfig { weights: OWN_ONLY, bind_within: None, ..RouterConfig::default() }, 7);
+    for id in 0..2 {
+        router.upsert_replica(ReplicaSpec { discipline: Discipline::Chunked { budget: Tokens(2048) }, ..spec(id) }, Time::ZERO);
+    }
+    // The first has slow steps, the second a queue.
+    for request in 10..30 {
+        send(&mut router, request, request as u32, 1500, 0, 2, ms(100.0 * request as f64));
+        router.first_token(RequestId(request), None, ms(100.0 * request as f64 + 99.0));
+    }
+    send(&mut router, 1, 1, 2000, 1, 2, ms(4000.0));
+    let alone_s = step().step_s(&StepLoad::decode(1.0, 100.0));
+    let tpot = Some(Duration::from_secs_f64(alone_s + 1e-4));
+    let mut place = |request: u64, slo: Slo| chosen(&router.place(Arrival { slo, ..arrival(request, request as u32, 100) }, ms(4000.0)));
+    assert_eq!(place(2, Slo::default()), 0);
+    assert_eq!(place(3, Slo { ttft: None, tpot }), 1);
+    assert_eq!(place(4, Slo { ttft: Some(Duration::from_millis(30)), tpot }), 0, "its first token is later there than all others earlier");
+    let record = router.decision(RequestId(4)).unwrap();
+    assert_eq!((record.slo_ttft_ms, record.slo_tpot_ms.is_some()), (Some(30.0), true));
 }

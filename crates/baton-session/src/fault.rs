@@ -28,8 +28,8 @@ pub enum Fault {
 
 impl Fault {
     /// Whether the replica itself is in doubt, so that new requests should avoid it until a probe succeeds. One that says it is
-    /// too busy (429), or that it dropped the request (an operator may have asked for that), is alive.
+    /// too busy (429), that it lacks the model (404), or that it dropped the request (an operator may have asked for that), is alive.
     pub fn casts_doubt(self) -> bool {
-        !matches!(self, Self::Status(429) | Self::Aborted | Self::Garbled)
+        !matches!(self, Self::Status(404 | 429) | Self::Aborted | Self::Garbled)
     }
 }

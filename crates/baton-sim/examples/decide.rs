@@ -10,7 +10,7 @@
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
 use baton_kv::{BlockKey, KeyDomain, chain_keys};
-use baton_policy::{Arrival, Discipline, Outcome, PolicyName, PriceWeights, ReplicaSpec, Router, RouterConfig, Verdict};
+use baton_policy::{Arrival, Discipline, Outcome, PolicyName, PriceWeights, ReplicaSpec, Router, RouterConfig, Slo, Verdict};
 use baton_sim::{percentile, reference_step};
 use baton_units::{BlockSize, Blocks, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
 
@@ -128,6 +128,7 @@ fn measure(replicas: u32, tokens: u32, config: RouterConfig) -> Cost {
             program: None,
             share: None,
             priority: Priority(0),
+            slo: Slo::default(),
             excluded: Vec::new(),
         };
         let keys = arrival.keys.clone();

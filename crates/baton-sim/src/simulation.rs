@@ -4,7 +4,7 @@ mod moving;
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use baton_kv::{BlockKey, KeyDomain, KvEventBatch, chain_keys};
-use baton_policy::{Arrival, DecisionRecord, Discipline, Outcome as End, Placed, Refusal, ReplicaSpec, ReplicaState, Router, Verdict};
+use baton_policy::{Arrival, DecisionRecord, Discipline, Outcome as End, Placed, Refusal, ReplicaSpec, ReplicaState, Router, Slo, Verdict};
 use baton_units::{Blocks, Incarnation, Priority, ReplicaId, RequestId, Time, Tokens};
 
 use crate::{
@@ -312,6 +312,7 @@ impl<'a> Simulation<'a> {
             program: None,
             share: None,
             priority: self.outcomes[live.place].priority,
+            slo: Slo::default(),
             excluded,
         };
         let verdict = self.router.place(arrival, now);

@@ -65,6 +65,13 @@ impl ChatTemplate {
         self.source.contains("tools")
     }
 
+    /// Whether the template knows of thoughts, which a model with it writes before its answer and some servers take apart from it. Told
+    /// by words, so that a template may be taken for one that does, and hardly the other way.
+    pub fn knows_thoughts(&self) -> bool {
+        let source = self.source.to_ascii_lowercase();
+        ["think", "thought", "reason", "channel|>", "|channel", "inner_prefix"].into_iter().any(|word| source.contains(word))
+    }
+
     /// The prompt for a conversation.
     ///
     /// Content given as parts is joined to text with line breaks, and the arguments of earlier tool calls become objects, as
@@ -242,6 +249,16 @@ mod tests {
         let expected = "[{\"name\": \"f\", \"args\": [\"<é>\", 1, 1.5, null, true]}]|[\n  \"<é>\",\n  1,\n  1.5,\n  null,\n  true\n]";
         assert_eq!(text, expected);
         assert!(template.supports_tools());
+    }
+
+    #[test]
+    fn templates_of_models_that_think_are_told_by_their_words() {
+        assert!(!ChatTemplate::chatml().knows_thoughts());
+        for source in
+            ["{{ '<think>\\n' }}", "{% if enable_Thinking %}{% endif %}", "<|channel|>analysis", "{{ message.reasoning_content }}"]
+        {
+            assert!(ChatTemplate::new(source, "", "").unwrap().knows_thoughts(), "{source}");
+        }
     }
 
     #[test]

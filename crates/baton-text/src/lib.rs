@@ -7,6 +7,7 @@
 mod chat;
 mod detokenizer;
 mod error;
+mod fragments;
 mod gguf;
 mod hf;
 mod strftime;
@@ -16,4 +17,5 @@ mod vocabulary;
 pub use chat::{ChatTemplate, Clock};
 pub use detokenizer::Detokenizer;
 pub use error::{TemplateError, TextError};
+pub use fragments::Cut;
 pub use tokenizer::Tokenizer;

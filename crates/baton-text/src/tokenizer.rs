@@ -1,10 +1,15 @@
-use std::{path::Path, sync::Arc};
+use std::{
+    path::Path,
+    sync::{Arc, OnceLock},
+};
 
 use baton_gguf::Header;
 use serde_json::{Map, Value};
 
 use crate::{
-    ChatTemplate, Clock, Detokenizer, TemplateError, TextError, gguf, hf,
+    ChatTemplate, Clock, Cut, Detokenizer, TemplateError, TextError,
+    fragments::Fragments,
+    gguf, hf,
     vocabulary::{Vocabulary, encode_bytes4},
 };
 
@@ -29,6 +34,8 @@ pub struct Tokenizer {
     eos_ids: Vec<u32>,
     chat_template: Option<ChatTemplate>,
     default_template: ChatTemplate,
+    /// Made when they are first asked for.
+    fragments: OnceLock<Fragments>,
 }
 
 impl Tokenizer {
@@ -51,6 +58,7 @@ impl Tokenizer {
             eos_ids: Vec::new(),
             chat_template: None,
             default_template: ChatTemplate::chatml(),
+            fragments: OnceLock::new(),
         }
     }
 
@@ -62,6 +70,7 @@ impl Tokenizer {
             eos_ids: parts.eos_ids,
             chat_template: parts.chat_template,
             default_template: ChatTemplate::chatml(),
+            fragments: OnceLock::new(),
         }
     }
 
@@ -107,6 +116,12 @@ impl Tokenizer {
     /// How many bytes a token stands for; none outside the vocabulary.
     pub fn token_len(&self, id: u32) -> usize {
         self.vocabulary.len_of(id)
+    }
+
+    /// `count` tokens that together are `bytes`, after each of which a character is incomplete; whether they are sure to be the ones counts
+    /// ways of fewer tokens, too. So tokens are known again that a server kept back until their character was complete.
+    pub fn fragments(&self, bytes: &[u8], count: usize) -> Option<Cut> {
+        self.fragments.get_or_init(|| Fragments::of(&self.vocabulary)).cut(bytes, count)
     }
 
     /// The token as its vocabulary writes it (`Ġof`), `None` outside it.

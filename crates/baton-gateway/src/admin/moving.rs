@@ -70,13 +70,13 @@ pub(super) async fn moves(State(shared): State<Arc<Shared>>, page: Result<Query<
     let Query(page) = page.map_err(|error| Refusal::Body(ErrorBody::bad_request(error.body_text())))?;
     let fleet = &shared.fleet;
     let records = fleet.with_desk(|desk, _| desk.moves(page.limit.unwrap_or(MOVES_DEFAULT)));
-    let names = fleet.client_ids();
+    let names = fleet.names();
     let name = |id: ReplicaId| fleet.engine(id).map(|engine| engine.name.clone());
     let row = |record: MoveRecord| {
         json!({
             "at": record.at.duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64()),
             "request": record.request,
-            "x_request_id": names.get(&record.request),
+            "x_request_id": names.get(&record.request).map(|named| named.client_id.as_str()),
             "choice": record.choice,
             "from": name(record.from),
             "to": name(record.to),

@@ -289,3 +289,33 @@ fn the_published_reference_is_that_of_the_types() {
     let page = include_str!("../../../../docs/configuration.md");
     assert!(page == reference(), "`cargo run -p baton -- check-config --reference > docs/configuration.md` makes it anew");
 }
+
+/// As in `docs/engines.md`.
+fn table_of_engines() -> String {
+    use crate::{config::EngineKind, intake::Api};
+    const KINDS: [EngineKind; 5] = [EngineKind::Baton, EngineKind::Vllm, EngineKind::Sglang, EngineKind::LlamaCpp, EngineKind::OpenAi];
+    type Shows = fn(EngineKind) -> bool;
+    let rows: [(&str, Shows); 7] = [
+        ("token ids in streams of chats", |kind| kind.gives_token_ids(Api::Chat)),
+        ("token ids in streams of completions", |kind| kind.gives_token_ids(Api::Completions)),
+        ("computes from token ids, so that it can go on with streams", |kind| kind.token_api().is_some()),
+        ("an answer in one piece is streamed and put together here, and may begin anew", EngineKind::streams_fully),
+        ("usage with each stream", EngineKind::gives_usage),
+        ("cache salts, so that tenants may be kept apart", EngineKind::takes_salt),
+        ("tells its speed; that of others is fitted to first tokens", EngineKind::reports_steps),
+    ];
+    let line = |cells: Vec<&str>| format!("| {} |\n", cells.join(" | "));
+    let mut table = line([vec![""], KINDS.map(EngineKind::as_str).to_vec()].concat());
+    table += &line(["---"; KINDS.len() + 1].to_vec());
+    for (what, shows) in rows {
+        table += &line([vec![what], KINDS.map(|kind| if shows(kind) { "yes" } else { "-" }).to_vec()].concat());
+    }
+    table
+}
+
+#[test]
+fn the_published_table_of_engines_is_that_of_their_contract() {
+    let page = include_str!("../../../../docs/engines.md");
+    let table = table_of_engines();
+    assert!(page.contains(&table), "docs/engines.md should have this table:\n{table}");
+}

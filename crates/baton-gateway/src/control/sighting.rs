@@ -82,17 +82,23 @@ pub(super) async fn one_token(upstream: &Upstream, engine: &Engine, model: &str,
     upstream.post(engine, "/v1/completions", body.into(), timeout).await.map(drop)
 }
 
-/// The engine's version, where it tells one.
+/// The engine's version, where it tells one; of llama.cpp the file and its number format as well, since its models have no other root.
 pub(super) async fn version(upstream: &Upstream, engine: &Engine, timeout: Duration) -> Option<String> {
     #[derive(Deserialize)]
     struct Version {
         version: String,
     }
-    if engine.config.kind != EngineKind::Vllm {
-        return None;
+    match engine.config.kind {
+        EngineKind::Vllm => {
+            let body = get(upstream, engine, "/version", timeout).await.ok()?;
+            read::<Version>(&body).ok().map(|answer| answer.version)
+        }
+        EngineKind::LlamaCpp => {
+            let body = get(upstream, engine, "/props", timeout).await.ok()?;
+            read::<LlamaProps>(&body).ok().map(|props| props.version())
+        }
+        EngineKind::Baton | EngineKind::Sglang | EngineKind::OpenAi => None,
     }
-    let body = get(upstream, engine, "/version", timeout).await.ok()?;
-    read::<Version>(&body).ok().map(|answer| answer.version)
 }
 
 /// Where a vLLM engine takes part in migration, as what runs beside it tells (`python/baton-vllm`). A report that does not come says nothing.
@@ -157,6 +163,16 @@ fn vllm_source(body: &[u8]) -> Option<KvEventSource> {
 struct LlamaProps {
     total_slots: Option<u32>,
     default_generation_settings: LlamaSettings,
+    build_info: String,
+    model_ftype: String,
+    model_path: String,
+}
+
+impl LlamaProps {
+    fn version(&self) -> String {
+        let file = self.model_path.rsplit(['/', '\\']).next().unwrap_or_default();
+        format!("{} {} {file}", self.build_info, self.model_ftype)
+    }
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -304,5 +320,8 @@ mod tests {
         let sighting = Sighting::of_llamacpp(&props, "llamacpp:requests_processing 1\nllamacpp:requests_deferred 0\n");
         assert_eq!((sighting.max_model_len, sighting.max_running, sighting.running), (Some(4096), Some(2), Some(1)));
         assert_eq!(sighting.kv_blocks, Some(512));
+        let recorded = include_str!("../../tests/fixtures/llamacpp-props.resp").split_once("\r\n\r\n").unwrap().1;
+        let props: LlamaProps = serde_json::from_str(recorded).unwrap();
+        assert_eq!(props.version(), "b0-unknown Q4_1 smollm2-135m-instruct-q4_1.gguf");
     }
 }

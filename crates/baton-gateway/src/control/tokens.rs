@@ -29,6 +29,8 @@ pub(super) async fn compare(upstream: &Upstream, engine: &Engine, model: &str, t
     let ask = async |path: &str, body: Value| -> Result<Bytes, FetchError> {
         upstream.post(engine, path, body.to_string().into(), timeout).await
     };
+    // llama.cpp puts a beginning-of-text token before whatever has none, by its model.
+    let adds_special = engine.config.kind == EngineKind::LlamaCpp;
     let messages = [json!({ "role": "system", "content": "Be brief." }), json!({ "role": "user", "content": TEXT })];
     let (theirs, their_chat) = match engine.config.kind {
         EngineKind::Vllm | EngineKind::Baton => (
@@ -36,10 +38,11 @@ pub(super) async fn compare(upstream: &Upstream, engine: &Engine, model: &str, t
             ask("/tokenize", json!({ "model": model, "messages": messages, "add_generation_prompt": true })).await,
         ),
         EngineKind::LlamaCpp => {
-            let theirs = ask("/tokenize", json!({ "content": TEXT, "add_special": false })).await;
+            let theirs = ask("/tokenize", json!({ "content": TEXT, "add_special": true })).await;
             let prompt = ask("/apply-template", json!({ "messages": messages })).await.ok().and_then(|answer| prompt_in(&answer));
             match prompt {
-                Some(prompt) => (theirs, ask("/tokenize", json!({ "content": prompt, "add_special": false, "parse_special": true })).await),
+                // The template's own beginning-of-text token is cut from the prompt, and put there again when it becomes tokens.
+                Some(prompt) => (theirs, ask("/tokenize", json!({ "content": prompt, "add_special": true, "parse_special": true })).await),
                 None => (theirs, Err(FetchError::Unreadable("no template".to_owned()))),
             }
         }
@@ -49,10 +52,14 @@ pub(super) async fn compare(upstream: &Upstream, engine: &Engine, model: &str, t
     let (theirs, their_chat) = (read(theirs), read(their_chat));
     let chat = ChatPrompt::of(&messages);
     let chat = Tokenization::new(Some(text.clone()), CACHE_BYTES).tokenize(&PromptSource::Chat(chat), 0).await;
-    let agreements =
-        [theirs.map(|theirs| theirs == text.encode(TEXT, false)), their_chat.filter(|_| chat.exact).map(|theirs| theirs == chat.tokens)];
+    let agreements = [
+        theirs.map(|theirs| theirs == text.encode(TEXT, adds_special)),
+        their_chat.filter(|_| chat.exact).map(|theirs| theirs == chat.tokens),
+    ];
     match agreements {
         [Some(false), _] | [_, Some(false)] => Agreement::Different,
+        // What is sent to it as tokens rests on its template, too.
+        [_, None] if engine.config.kind == EngineKind::LlamaCpp => Agreement::Unchecked,
         [Some(true), _] | [_, Some(true)] => Agreement::Same,
         [None, None] => Agreement::Unchecked,
     }

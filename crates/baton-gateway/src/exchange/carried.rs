@@ -164,7 +164,7 @@ impl Exchange {
     fn carrying(&mut self) -> Option<&mut Carrying> {
         match &mut self.attempt.as_mut()?.way {
             Way::Carried(carrying) => Some(carrying),
-            Way::Wire(_) | Way::Resumed(_) => None,
+            Way::Wire(_) | Way::ByTokens(_) => None,
         }
     }
 

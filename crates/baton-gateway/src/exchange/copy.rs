@@ -17,6 +17,7 @@ use crate::{
     fleet::{Fleet, Stage},
     intake::Api,
     line::Head,
+    token_api::TokenApi,
     upstream::{Arrived, Attempt, Expect},
 };
 
@@ -129,7 +130,7 @@ async fn take_over(fleet: Arc<Fleet>, copy: PrefixCopy, number: u64, told: onesh
 }
 
 fn start(fleet: &Fleet, admitted: &Admitted, copy: &PrefixCopy) -> Option<Attempt> {
-    let engine = fleet.engine(copy.to).filter(|engine| engine.config.kind.gives_token_ids())?;
+    let engine = fleet.engine(copy.to).filter(|engine| engine.config.kind.token_api() == Some(TokenApi::Completions))?;
     let prefix = admitted.chain.tokens().get(..prefix(admitted, copy)?.0 as usize)?;
     let mut body = serde_json::json!({ "model": admitted.live.model, "prompt": prefix, "max_tokens": 1, "temperature": 0 });
     if let Some(salt) = &admitted.intake.salt {
@@ -140,7 +141,7 @@ fn start(fleet: &Fleet, admitted: &Admitted, copy: &PrefixCopy) -> Option<Attemp
         }
     }
     let body = Bytes::from(body.to_string());
-    let head = engine.lines.address().head(Api::Completions.path(), &fleet.upstream_id(copy.request, 1), body.len());
+    let head = engine.lines.address().head(Api::Completions.path(), &fleet.upstream_id(copy.request, 1), None, body.len());
     Some(fleet.upstream.start(&engine, VecDeque::from([head, body]), Expect::Whole))
 }
 

@@ -2,7 +2,7 @@ use std::{ops::Range, time::Duration};
 
 use baton_cost::StepCoefficients;
 use baton_kv::{BlockKey, EngineHash, KeyDomain, KvEvent, chain_keys};
-use baton_policy::Discipline;
+use baton_policy::{Discipline, Slo};
 use baton_units::{Blocks, Incarnation, Priority, Tokens};
 
 use super::*;
@@ -44,6 +44,7 @@ fn arrival(request: u64) -> Arrival {
         program: None,
         share: None,
         priority: Priority(0),
+        slo: Slo::default(),
         excluded: Vec::new(),
     }
 }

@@ -105,7 +105,7 @@ async fn a_request_goes_out_whole_and_its_line_serves_the_next_one() {
     let pieces: Vec<Bytes> = (0..40u8).map(|number| Bytes::from(vec![number; 5000])).collect();
     let lines = Lines::new(address(), 1);
     line.address = lines.address();
-    let request = lines.address().head("/v1/x", "id", 200_000);
+    let request = lines.address().head("/v1/x", "id", None, 200_000);
     assert_eq!(
         request,
         "POST /v2/v1/x HTTP/1.1\r\nhost: 127.0.0.1:1\r\ncontent-type: application/json\r\nauthorization: Bearer key\r\nx-request-id: id\r\ncontent-length: 200000\r\n\r\n"

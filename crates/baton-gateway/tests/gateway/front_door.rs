@@ -117,6 +117,50 @@ async fn an_engine_sees_only_the_headers_that_are_meant_for_it() {
     }
 }
 
+/// By W3C Trace Context: the gateway stands between its client's part of a trace and the engine's.
+#[tokio::test]
+async fn a_trace_goes_on_at_the_engine_and_is_found_by_its_decision() {
+    let mut engine = FakeEngine::start().await;
+    let front = Front::over(&[&engine]).await;
+    let (trace, parent) = ("4bf92f3577b34da6a3ce929d0e0e4736", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01");
+    let headers = [("traceparent", parent), ("tracestate", "vendor=1"), ("x-request-id", "traced")];
+    let response = front.spawn_post("/v1/chat/completions", ASK, &headers);
+    let call = engine.call().await;
+    let seen = call.headers["traceparent"].to_str().unwrap();
+    assert!(seen.len() == parent.len() && seen.starts_with(&format!("00-{trace}-")) && seen.ends_with("-01") && seen != parent, "{seen}");
+    assert_eq!(call.headers["tracestate"], "vendor=1");
+    assert_eq!(front.get("/baton/v1/requests").await.1["requests"][0]["trace_id"], trace);
+    call.play(&recorded(CHAT).1).await;
+    read(response.await.unwrap()).await;
+    assert_eq!(front.get("/baton/v1/decisions/traced").await.1["trace_id"], trace);
+    let response = front.chat(ASK);
+    let call = engine.call().await;
+    assert!(!call.headers.contains_key("traceparent"), "none is made up");
+    call.play(&recorded(CHAT).1).await;
+    read(response.await.unwrap()).await;
+}
+
+#[tokio::test]
+async fn a_request_s_own_objectives_are_on_record_and_bounded() {
+    let mut engine = FakeEngine::start().await;
+    let front = Front::over(&[&engine]).await;
+    let headers = [("x-slo-ttft-ms", "250"), ("x-slo-tpot-ms", "12.5"), ("x-request-id", "hurried")];
+    let response = front.spawn_post("/v1/chat/completions", ASK, &headers);
+    let call = engine.call().await;
+    assert!(!call.headers.contains_key("x-slo-ttft-ms"));
+    call.play(&recorded(CHAT).1).await;
+    read(response.await.unwrap()).await;
+    let (_, decision) = front.get("/baton/v1/decisions/hurried").await;
+    assert_eq!((&decision["slo_ttft_ms"], &decision["slo_tpot_ms"]), (&json!(250.0), &json!(12.5)));
+    for path in ["/v1/chat/completions", "/v1/messages"] {
+        let response = front.spawn_post(path, ASK, &[("x-slo-ttft-ms", "soon")]).await.unwrap();
+        assert_eq!(response.status(), 400);
+        let error = read_json(response).await;
+        let wanted = "x-slo-ttft-ms must be a number of milliseconds from 1 to 3600000, got \"soon\"";
+        assert_eq!((&error["error"]["message"], &error["error"]["param"]), (&json!(wanted), &json!("x-slo-ttft-ms")), "{path}");
+    }
+}
+
 #[tokio::test]
 async fn an_answer_names_its_replica_only_where_that_is_wanted() {
     let mut engine = FakeEngine::start().await;
@@ -483,6 +527,9 @@ async fn requests_beyond_what_replicas_can_start_wait_here_and_go_when_there_is_
         calls.push(engine.call().await);
         assert!(known < 1000, "nothing is ever held");
     }
+    // One that wants its first token sooner does not wait.
+    let hurried = front.spawn_post("/v1/completions", r#"{"model":"smollm2-135m","prompt":"x"}"#, &[("x-slo-ttft-ms", "1")]).await.unwrap();
+    assert_eq!((hurried.status().as_u16(), hurried.headers().contains_key("retry-after")), (429, true));
     for _ in 0..2 {
         asked.push(ask(asked.len() as u32));
     }

@@ -1,7 +1,9 @@
 //! The gateway over real sockets, between a scripted engine and a client.
 #![allow(clippy::unwrap_used, reason = "tests and their helpers")]
 
+mod adapters;
 mod beside;
+mod by_tokens;
 mod connections;
 mod copies;
 mod discovery;

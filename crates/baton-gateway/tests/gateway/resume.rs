@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::support::{Call, EventSender, FakeEngine, Front, config, events, read};
 
 /// Tokens are four bytes each.
-fn ids(text: &str) -> Vec<u32> {
+pub(crate) fn ids(text: &str) -> Vec<u32> {
     assert_eq!(text.len() % 4, 0);
     text.as_bytes().chunks_exact(4).map(|bytes| u32::from_le_bytes(bytes.try_into().unwrap())).collect()
 }
@@ -44,28 +44,28 @@ fn completion(tokens: &str, finish: Option<&str>) -> String {
     )
 }
 
-fn ask(more: &Value) -> String {
+pub(crate) fn ask(more: &Value) -> String {
     let mut body = json!({ "model": "smollm2-135m", "messages": [{ "role": "user", "content": "hi" }], "stream": true, "max_tokens": 6, "temperature": 0 });
     body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
     body.to_string()
 }
 
-async fn front(config: GatewayConfig) -> Front {
+pub(crate) async fn front(config: GatewayConfig) -> Front {
     Front::with_text(config, Some(Arc::new(Tokenizer::bytes4()))).await
 }
 
 /// What a client has of a stream.
 #[derive(Debug, PartialEq)]
-struct Gathered {
-    text: String,
-    finish: Value,
-    usage: Value,
+pub(crate) struct Gathered {
+    pub(crate) text: String,
+    pub(crate) finish: Value,
+    pub(crate) usage: Value,
     /// The stream ended as streams do.
-    done: bool,
+    pub(crate) done: bool,
 }
 
 /// The events of one stream: they have one identity, and open once.
-fn gathered(body: &[u8]) -> Gathered {
+pub(crate) fn gathered(body: &[u8]) -> Gathered {
     let mut all = Gathered { text: String::new(), finish: Value::Null, usage: Value::Null, done: false };
     let (mut heads, mut roles) = (Vec::new(), 0);
     for event in events(body) {
@@ -99,7 +99,7 @@ fn gathered(body: &[u8]) -> Gathered {
 }
 
 /// The engine that has the call, and the other one.
-async fn first<'a>(a: &'a mut FakeEngine, b: &'a mut FakeEngine) -> (Call, &'a mut FakeEngine, &'a mut FakeEngine) {
+pub(crate) async fn first<'a>(a: &'a mut FakeEngine, b: &'a mut FakeEngine) -> (Call, &'a mut FakeEngine, &'a mut FakeEngine) {
     let from_a = tokio::select! {
         call = a.call() => Ok(call),
         call = b.call() => Err(call),
@@ -179,7 +179,7 @@ async fn a_completion_goes_on_and_a_second_failure_is_no_end_either() {
     assert!(page.contains("baton_streams_resumed_total{numerics=\"same\"} 2"), "{page}");
 }
 
-async fn text_of(front: &Front, path: &str) -> (http::StatusCode, String) {
+pub(crate) async fn text_of(front: &Front, path: &str) -> (http::StatusCode, String) {
     let response = front.send(http::Method::GET, path, &[], "").await;
     (response.status(), String::from_utf8(read(response).await).unwrap())
 }

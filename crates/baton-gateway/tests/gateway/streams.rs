@@ -9,8 +9,14 @@ use std::{
     time::Duration,
 };
 
-use crate::support::{EventReader, FakeEngine, Front, config, events, read, read_json, recorded};
 use baton_gateway::EngineKind;
+use bytes::Bytes;
+use serde_json::{Value, json};
+
+use crate::{
+    copies::report,
+    support::{EventReader, FakeEngine, Front, config, events, read, read_json, recorded},
+};
 
 const CHAT: &str = include_str!("../fixtures/chat-stream.resp");
 const CHAT_PLAIN: &str = include_str!("../fixtures/chat-stream-no-usage.resp");
@@ -49,7 +55,7 @@ async fn output_of_a_choice_that_nobody_asked_for_is_garbled() {
 fn assert_failed(body: &str) {
     assert!(!body.contains("[DONE]"), "a false end: {body}");
     let last = body.trim_end().rsplit("data: ").next().unwrap();
-    let error: serde_json::Value = serde_json::from_str(last).unwrap();
+    let error: Value = serde_json::from_str(last).unwrap();
     assert!(error["error"]["message"].is_string() && error["error"]["code"].as_u64() >= Some(500), "{last}");
 }
 
@@ -153,6 +159,116 @@ async fn a_stream_that_ends_early_and_one_that_is_aborted_are_failures() {
         engine.call().await.play(&recorded(recording).1).await;
         assert_failed(&text(&read(response.await.unwrap()).await));
     }
+}
+
+/// As engines of each kind write the end of a stream of the chat API: a finish, usage, and `[DONE]`.
+fn chat_of(kind: EngineKind) -> Vec<Bytes> {
+    match kind {
+        EngineKind::LlamaCpp => events(&recorded(include_str!("../fixtures/llamacpp-chat-stream.resp")).1),
+        EngineKind::Baton | EngineKind::Vllm => events(&recorded(CHAT).1),
+        // By their sources: a role, text, the finish on its own, usage.
+        EngineKind::Sglang | EngineKind::OpenAi => {
+            let choice =
+                |delta: Value, finish: Option<&str>| json!([{ "index": 0, "delta": delta, "finish_reason": finish, "matched_stop": null }]);
+            let chunk = |choices: Value| json!({ "id": "f", "object": "chat.completion.chunk", "created": 5, "model": "smollm2-135m", "choices": choices });
+            let mut usage = chunk(json!([]));
+            usage["usage"] = json!({ "prompt_tokens": 3, "total_tokens": 4, "completion_tokens": 1 });
+            let chunks = [
+                chunk(choice(json!({ "role": "assistant", "content": "" }), None)),
+                chunk(choice(json!({ "content": "Paris" }), None)),
+                chunk(choice(json!({}), Some("stop"))),
+                usage,
+            ];
+            let events = chunks.iter().map(|chunk| format!("data: {chunk}\n\n").into());
+            events.chain([Bytes::from_static(b"data: [DONE]\n\n")]).collect()
+        }
+    }
+}
+
+/// Nothing but the end mark is missing, which is written here.
+#[tokio::test]
+async fn a_stream_of_which_only_the_end_mark_is_lost_is_complete() {
+    for kind in [EngineKind::Baton, EngineKind::Vllm, EngineKind::Sglang, EngineKind::LlamaCpp, EngineKind::OpenAi] {
+        for (ask, cut, lost) in [(ASK_USAGE, true, 1), (ASK_USAGE, false, 1), (ASK, true, 1), (ASK, true, 2), (ASK_USAGE, true, 2)] {
+            let mut engine = FakeEngine::start().await;
+            let mut config = config(&[&engine]);
+            if kind == EngineKind::Baton {
+                config.engines[0] = engine.baton(&report(0));
+            }
+            config.engines[0].kind = kind;
+            let front = Front::with(config).await;
+            let response = front.chat(ask);
+            let sender = engine.call().await.stream();
+            let told = chat_of(kind);
+            for event in &told[..told.len() - lost] {
+                sender.send(event.clone()).await;
+            }
+            if cut {
+                sender.cut().await;
+            } else {
+                drop(sender);
+            }
+            let body = text(&read(response.await.unwrap()).await);
+            if ask == ASK_USAGE && lost == 2 {
+                assert_failed(&body);
+                continue;
+            }
+            assert!(body.ends_with("data: [DONE]\n\n") && !body.contains("\"error\""), "{kind:?}: {body}");
+            assert_eq!(body.contains("\"usage\":{"), ask == ASK_USAGE, "{kind:?}: {body}");
+            assert_eq!(front.get("/baton/v1/fleet").await.1["replicas"][0]["state"], "ready");
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_engine_that_is_gone_after_the_finish_has_said_all() {
+    let mut engine = FakeEngine::start().await;
+    let front = Front::over(&[&engine]).await;
+    let response = front.chat(ASK_USAGE);
+    let sender = engine.call().await.stream();
+    let told = events(&recorded(CHAT).1);
+    sender.send(told[0].clone()).await;
+    let mut reader = EventReader::new(response.await.unwrap());
+    reader.next().await.unwrap();
+    for event in &told[1..told.len() - 1] {
+        sender.send(event.clone()).await;
+        reader.next().await.unwrap();
+    }
+    // No connection breaks.
+    front.gateway.replica_down(baton_units::ReplicaId(0));
+    assert_eq!(text(&reader.next().await.unwrap()), "data: [DONE]\n\n");
+    sender.closed().await;
+}
+
+#[tokio::test]
+async fn an_answer_that_is_assembled_needs_no_end_mark() {
+    let mut engine = FakeEngine::start().await;
+    let front = Front::over(&[&engine]).await;
+    let response = front.chat(ASK_WHOLE);
+    let sender = engine.call().await.stream();
+    let told = events(&recorded(CHAT).1);
+    for event in &told[..told.len() - 1] {
+        sender.send(event.clone()).await;
+    }
+    sender.cut().await;
+    let answer = read_json(response.await.unwrap()).await;
+    assert_eq!(answer["choices"][0]["message"]["content"], "The capital of France is Paris.");
+    assert_eq!(answer["usage"]["completion_tokens"], 8);
+}
+
+/// One of two has no end yet.
+#[tokio::test]
+async fn a_choice_without_its_finish_is_missed() {
+    let mut engine = FakeEngine::start().await;
+    let front = Front::over(&[&engine]).await;
+    let response = front.completion(r#"{"model":"smollm2-135m","prompt":"x","stream":true,"n":2}"#);
+    let sender = engine.call().await.stream();
+    for (choice, finish) in [(0, None), (1, None), (0, Some("stop"))] {
+        let choice = json!({ "index": choice, "text": "a", "finish_reason": finish, "token_ids": [7] });
+        sender.send(format!("data: {}\n\n", json!({ "id": "c", "choices": [choice] }))).await;
+    }
+    drop(sender);
+    assert_failed(&text(&read(response.await.unwrap()).await));
 }
 
 #[tokio::test]
@@ -334,7 +450,7 @@ async fn an_engine_of_another_kind_answers_whole_and_is_passed_on_as_it_is() {
     let front = Front::with(config).await;
     let response = front.chat(ASK_WHOLE);
     let call = engine.call().await;
-    assert_eq!(call.body, serde_json::from_str::<serde_json::Value>(ASK_WHOLE).unwrap());
+    assert_eq!(call.body, serde_json::from_str::<Value>(ASK_WHOLE).unwrap());
     let answer = recorded(include_str!("../fixtures/chat.resp")).1;
     call.reply(200, &answer);
     assert_eq!(read(response.await.unwrap()).await, answer);

@@ -28,6 +28,7 @@ use hyper_util::{
     client::legacy::{Client, connect::HttpConnector},
     rt::{TokioExecutor, TokioIo},
 };
+use serde_json::{Map, Value, json};
 use tokio::{
     net::TcpListener,
     sync::{Notify, mpsc, oneshot},
@@ -71,6 +72,10 @@ pub(crate) struct FakeEngine {
     pub(crate) kv_sources: Arc<Mutex<String>>,
     /// Body of `/baton/v1/replica`, for an engine that is configured as Baton's own.
     pub(crate) report: Arc<Mutex<String>>,
+    /// Body of llama.cpp's `/props`; 404 while empty.
+    props: Arc<Mutex<String>>,
+    /// It says what it makes of text, as llama.cpp does; four bytes are a token.
+    tokenizes: Arc<AtomicBool>,
     /// It computes what the gateway asks for itself.
     pub(crate) computes: Arc<AtomicBool>,
     /// It was asked to.
@@ -80,6 +85,8 @@ pub(crate) struct FakeEngine {
 /// What an engine answers to probes.
 #[derive(Clone)]
 struct Pages {
+    props: Arc<Mutex<String>>,
+    tokenizes: Arc<AtomicBool>,
     computes: Arc<AtomicBool>,
     asked: Arc<Notify>,
     models: Arc<Mutex<String>>,
@@ -91,7 +98,7 @@ struct Pages {
 pub(crate) struct Call {
     pub(crate) path: String,
     pub(crate) headers: http::HeaderMap,
-    pub(crate) body: serde_json::Value,
+    pub(crate) body: Value,
     answer: oneshot::Sender<Response<BoxBody<Bytes, Broken>>>,
 }
 
@@ -113,6 +120,8 @@ impl FakeEngine {
         let url: BaseUrl = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
         let (tell, calls) = mpsc::unbounded_channel();
         let pages = Pages {
+            props: Arc::default(),
+            tokenizes: Arc::default(),
             computes: Arc::new(AtomicBool::new(true)),
             asked: Arc::default(),
             models: Arc::default(),
@@ -121,8 +130,8 @@ impl FakeEngine {
         };
         *pages.models.lock().unwrap() = String::from_utf8(recorded(include_str!("../fixtures/models.resp")).1).unwrap();
         let server = tokio::spawn(serve(listener, tell, pages.clone()));
-        let Pages { models, kv_sources, report, computes, asked } = pages;
-        Self { url, calls, server, models, kv_sources, report, computes, asked }
+        let Pages { props, tokenizes, models, kv_sources, report, computes, asked } = pages;
+        Self { url, calls, server, models, kv_sources, report, props, tokenizes, computes, asked }
     }
 
     pub(crate) fn config(&self) -> EngineConfig {
@@ -133,6 +142,20 @@ impl FakeEngine {
     pub(crate) fn baton(&self, report: &Report) -> EngineConfig {
         *self.report.lock().unwrap() = serde_json::to_string(report).unwrap();
         EngineConfig::new(self.url.clone(), EngineKind::Baton)
+    }
+
+    /// From here on a llama.cpp server.
+    pub(crate) fn llamacpp(&self) -> EngineConfig {
+        let page = |recording| String::from_utf8(recorded(recording).1).unwrap();
+        *self.props.lock().unwrap() = page(include_str!("../fixtures/llamacpp-props.resp"));
+        *self.models.lock().unwrap() = page(include_str!("../fixtures/llamacpp-models.resp"));
+        self.tokenizes.store(true, Ordering::Relaxed);
+        EngineConfig::new(self.url.clone(), EngineKind::LlamaCpp)
+    }
+
+    /// From here on it says nothing of what it makes of text.
+    pub(crate) fn keep_text_to_itself(&self) {
+        self.tokenizes.store(false, Ordering::Relaxed);
     }
 
     /// The next request for the test to answer.
@@ -182,6 +205,11 @@ async fn answer(
         "/v1/models" => return Ok(whole(200, &pages.models.lock().unwrap())),
         "/kv_event_sources" => return Ok(page(&pages.kv_sources)),
         "/baton/v1/replica" => return Ok(page(&pages.report)),
+        "/props" => return Ok(page(&pages.props)),
+        "/tokenize" | "/apply-template" if pages.tokenizes.load(Ordering::Relaxed) => {
+            let body = request.into_body().collect().await.map_err(|_| Broken)?.to_bytes();
+            return Ok(whole(200, &made_of_text(&path, &serde_json::from_slice(&body).unwrap())));
+        }
         _ => {}
     }
     let headers = request.headers().clone();
@@ -197,6 +225,16 @@ async fn answer(
     tell.send(Call { path, headers, body, answer }).map_err(|_| Broken)?;
     // A call that the test drops breaks the connection before any answer.
     answered.await.map_err(|_| Broken)
+}
+
+/// As llama.cpp's server answers.
+fn made_of_text(path: &str, body: &Value) -> String {
+    let text = Tokenizer::bytes4();
+    let answer = match path {
+        "/tokenize" => json!({ "tokens": text.encode(body["content"].as_str().unwrap(), false) }),
+        _ => json!({ "prompt": text.render_chat(&body["messages"], None, true, &Map::new()).unwrap() }),
+    };
+    answer.to_string()
 }
 
 fn page(page: &Mutex<String>) -> Response<BoxBody<Bytes, Broken>> {
@@ -338,7 +376,7 @@ impl Front {
         self.send(Method::POST, path, &[("content-type", "application/json")], body).await
     }
 
-    pub(crate) async fn get(&self, path: &str) -> (StatusCode, serde_json::Value) {
+    pub(crate) async fn get(&self, path: &str) -> (StatusCode, Value) {
         let response = self.send(Method::GET, path, &[], "").await;
         let status = response.status();
         (status, serde_json::from_slice(&read(response).await).unwrap_or_default())
@@ -375,7 +413,7 @@ pub(crate) async fn read(response: Response<Incoming>) -> Vec<u8> {
     response.into_body().collect().await.unwrap().to_bytes().to_vec()
 }
 
-pub(crate) async fn read_json(response: Response<Incoming>) -> serde_json::Value {
+pub(crate) async fn read_json(response: Response<Incoming>) -> Value {
     serde_json::from_slice(&read(response).await).unwrap()
 }
 

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use baton_kv::{BlockKey, KeyDomain, chain_keys};
 use baton_policy::{
-    Arrival, Discipline, MoveTerms, PolicyName, ReplicaSpec, Router, RouterConfig,
+    Arrival, Discipline, MoveTerms, PolicyName, ReplicaSpec, Router, RouterConfig, Slo,
     mover::{FleetFacts, Mover},
 };
 use baton_sim::{Moves, percentile, reference_step};
@@ -75,6 +75,7 @@ fn full(replicas: u32, requests: u32) -> (Router, Time) {
             program: None,
             share: None,
             priority: Priority(0),
+            slo: Slo::default(),
             excluded: Vec::new(),
         };
         let now = Time(u64::from(request));
