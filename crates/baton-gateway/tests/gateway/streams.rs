@@ -55,7 +55,7 @@ async fn output_of_a_choice_that_nobody_asked_for_is_garbled() {
 fn assert_failed(body: &str) {
     assert!(!body.contains("[DONE]"), "a false end: {body}");
     let last = body.trim_end().rsplit("data: ").next().unwrap();
-    let error: serde_json::Value = serde_json::from_str(last).unwrap();
+    let error: Value = serde_json::from_str(last).unwrap();
     assert!(error["error"]["message"].is_string() && error["error"]["code"].as_u64() >= Some(500), "{last}");
 }
 
@@ -396,7 +396,7 @@ async fn a_client_that_leaves_stops_the_engine() {
     loop {
         let (_, requests) = front.get("/baton/v1/requests").await;
         let (_, fleet) = front.get("/baton/v1/fleet").await;
-        if requests["requests"] == serde_json::json!([]) && fleet["replicas"][0]["in_flight"] == 0 {
+        if requests["requests"] == json!([]) && fleet["replicas"][0]["in_flight"] == 0 {
             break;
         }
     }
@@ -450,7 +450,7 @@ async fn an_engine_of_another_kind_answers_whole_and_is_passed_on_as_it_is() {
     let front = Front::with(config).await;
     let response = front.chat(ASK_WHOLE);
     let call = engine.call().await;
-    assert_eq!(call.body, serde_json::from_str::<serde_json::Value>(ASK_WHOLE).unwrap());
+    assert_eq!(call.body, serde_json::from_str::<Value>(ASK_WHOLE).unwrap());
     let answer = recorded(include_str!("../fixtures/chat.resp")).1;
     call.reply(200, &answer);
     assert_eq!(read(response.await.unwrap()).await, answer);

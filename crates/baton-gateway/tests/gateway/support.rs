@@ -98,7 +98,7 @@ struct Pages {
 pub(crate) struct Call {
     pub(crate) path: String,
     pub(crate) headers: http::HeaderMap,
-    pub(crate) body: serde_json::Value,
+    pub(crate) body: Value,
     answer: oneshot::Sender<Response<BoxBody<Bytes, Broken>>>,
 }
 
@@ -376,7 +376,7 @@ impl Front {
         self.send(Method::POST, path, &[("content-type", "application/json")], body).await
     }
 
-    pub(crate) async fn get(&self, path: &str) -> (StatusCode, serde_json::Value) {
+    pub(crate) async fn get(&self, path: &str) -> (StatusCode, Value) {
         let response = self.send(Method::GET, path, &[], "").await;
         let status = response.status();
         (status, serde_json::from_slice(&read(response).await).unwrap_or_default())
@@ -413,7 +413,7 @@ pub(crate) async fn read(response: Response<Incoming>) -> Vec<u8> {
     response.into_body().collect().await.unwrap().to_bytes().to_vec()
 }
 
-pub(crate) async fn read_json(response: Response<Incoming>) -> serde_json::Value {
+pub(crate) async fn read_json(response: Response<Incoming>) -> Value {
     serde_json::from_slice(&read(response).await).unwrap()
 }
 
