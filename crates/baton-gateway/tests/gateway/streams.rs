@@ -396,7 +396,7 @@ async fn a_client_that_leaves_stops_the_engine() {
     loop {
         let (_, requests) = front.get("/baton/v1/requests").await;
         let (_, fleet) = front.get("/baton/v1/fleet").await;
-        if requests["requests"] == serde_json::json!([]) && fleet["replicas"][0]["in_flight"] == 0 {
+        if requests["requests"] == json!([]) && fleet["replicas"][0]["in_flight"] == 0 {
             break;
         }
     }
