@@ -36,9 +36,9 @@ mod tests {
 
     fn of(headers: &[(&'static str, &str)]) -> Result<Slo, String> {
         let headers = headers.iter().map(|(name, value)| (http::HeaderName::from_static(name), value.parse().unwrap())).collect();
-        asked(&headers).map_err(|refusal| match refusal {
-            Refusal::Body(error) => error.message,
-            other => panic!("{other:?}"),
+        asked(&headers).map_err(|refusal| {
+            let Refusal::Body(error) = refusal else { panic!("{refusal:?}") };
+            error.message
         })
     }
 

@@ -102,7 +102,9 @@ impl KvCache {
         let memory = memory.map_err(|_| too_large())?;
         let spares = Spares::new(block_bytes, blocks).map_err(|_| too_large())?;
         // When all are mapped: a huge page spans several.
-        memory.iter().for_each(|block| block.touch());
+        for block in &memory {
+            block.touch();
+        }
         spares.touch();
         Ok(Self { layout, blocks: memory, spares: Arc::new(spares) })
     }

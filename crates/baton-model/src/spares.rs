@@ -35,7 +35,9 @@ impl Spares {
 
     /// Takes all their pages.
     pub(crate) fn touch(&self) {
-        self.kept.lock().expect("no holder panics").iter().for_each(Memory::touch);
+        for memory in self.kept.lock().expect("no holder panics").iter() {
+            memory.touch();
+        }
     }
 
     /// One that was kept, or a new one.

@@ -160,7 +160,8 @@ mod tests {
             let (cold, saved, cell) = (Duration::from_micros(cold_us), Duration::from_micros(saved_us.min(cold_us)), Duration::from_micros(cell_us));
             let padding = Padding::new(cell, &Arc::new(Sent::new()), keys(prompt, prompt + 9), BlockSize::DEFAULT, Time::ZERO);
             let without = cold + padding.delay(cold, Duration::ZERO);
-            let with = cold - saved + padding.delay(cold - saved, saved);
+            let found = cold.saturating_sub(saved);
+            let with = found + padding.delay(found, saved);
             prop_assert_eq!(with, without);
             prop_assert!(without >= cold && without < cold + cell);
         }

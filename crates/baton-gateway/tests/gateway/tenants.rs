@@ -341,6 +341,7 @@ async fn a_first_token_that_others_may_have_made_early_is_held_back() {
     let usage =
         json!({ "prompt_tokens": 320, "completion_tokens": 1, "total_tokens": 321, "prompt_tokens_details": { "cached_tokens": 304 } });
     let answer = json!({ "object": "text_completion", "choices": [], "usage": usage }).to_string();
+    #[allow(clippy::async_yields_async, reason = "an answer that is held back is waited for later, or never")]
     let ask = async |engine: &mut FakeEngine, key: &str, first: u32| {
         let prompt: Vec<u32> = (first..first + 320).collect();
         let body = json!({ "model": "smollm2-135m", "prompt": prompt, "max_tokens": 1, "echo": true }).to_string();
