@@ -9,7 +9,7 @@ use baton_wire::{
     },
     sse,
 };
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::{Counts, End, Format, Piece, Progress, Service, answer::write_body, check_supported, logprobs::Names};
 
@@ -29,6 +29,23 @@ pub fn check_chat(request: &ChatRequest) -> Result<(), ErrorBody> {
             Err(ErrorBody::new(400, "BadRequestError", Some("tool_choice"), message))
         }
     }
+}
+
+/// Arguments of the chat template: its own, and what other fields of a request tell it (vLLM's `build_chat_params`).
+pub fn template_arguments(
+    own: Option<Map<String, Value>>,
+    documents: Option<Value>,
+    reasoning_effort: Option<Value>,
+) -> Map<String, Value> {
+    let told = |value: Option<Value>| value.filter(|value| !value.is_null() && value != "auto");
+    let mut all = own.unwrap_or_default();
+    if let Some(effort) = told(reasoning_effort) {
+        // Who asks for thoughts gets them where a template has to be told.
+        all.entry("enable_thinking").or_insert_with(|| Value::Bool(effort != "none"));
+        all.insert("reasoning_effort".to_owned(), effort);
+    }
+    all.extend(told(documents).map(|documents| ("documents".to_owned(), documents)));
+    all
 }
 
 /// Candidates to report per token, if log-probabilities were asked for.

@@ -47,7 +47,7 @@ mod service;
 mod stop;
 
 pub use answer::{Answer, Counts, Format, OtherText, Progress, Pushed};
-pub use chat::check_chat;
+pub use chat::{check_chat, template_arguments};
 pub use checks::{
     Asked, check_prompt, check_supported, choices, output_limit, output_limit_or_short, sampling_options, text_options, with_max_tokens,
 };

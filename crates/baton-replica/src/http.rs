@@ -163,15 +163,13 @@ impl App {
             return Err(ErrorBody::new(400, "BadRequestError", Some("messages"), "You must pass at least one message"));
         }
         let none = Map::new();
-        let prompt = self.service.tokenizer.render_chat(messages, tools, add_generation_prompt, kwargs.unwrap_or(&none));
-        let mut prompt = prompt.map_err(|error| template_error(&error))?;
-        if continue_final_message {
-            let last = messages.as_array().and_then(|messages| messages.last()).map(|message| &message["content"]);
-            let last = last.and_then(Value::as_str).unwrap_or_default().trim();
-            let end = prompt.rfind(last).map_or(prompt.len(), |at| at + last.len());
-            prompt.truncate(end);
-        }
-        Ok(prompt)
+        let (tokenizer, kwargs) = (&self.service.tokenizer, kwargs.unwrap_or(&none));
+        let prompt = if continue_final_message {
+            tokenizer.render_chat_to_continue(messages, tools, kwargs)
+        } else {
+            tokenizer.render_chat(messages, tools, add_generation_prompt, kwargs)
+        };
+        prompt.map_err(|error| template_error(&error))
     }
 }
 

@@ -8,7 +8,11 @@ use minijinja::{
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use crate::{TemplateError, strftime::strftime};
+use crate::{
+    TemplateError,
+    conversation::{self, Takes},
+    strftime::strftime,
+};
 
 /// Steps that one rendering may take. A message costs some tens of them and 64 bytes of text one more, so this allows tens of
 /// thousands of messages and bounds memory to about 256 MB.
@@ -28,6 +32,7 @@ pub struct ChatTemplate {
     source: String,
     bos: String,
     eos: String,
+    takes: Takes,
 }
 
 impl ChatTemplate {
@@ -40,7 +45,18 @@ impl ChatTemplate {
             .fold(source.to_owned(), |text, tag| text.replace(tag, &tag.replace("generation", "if true")));
         let plain = plain.replace("endgeneration", "endif");
         environment.add_template_owned(NAME, plain).map_err(|error| TemplateError::Syntax { message: error.to_string() })?;
-        Ok(Self { environment, source: source.to_owned(), bos: bos.to_owned(), eos: eos.to_owned() })
+        let developers = source.contains("\"developer\"") || source.contains("'developer'");
+        let takes = Takes { parts: false, developers };
+        let template = Self { environment, source: source.to_owned(), bos: bos.to_owned(), eos: eos.to_owned(), takes };
+        Ok(Self { takes: Takes { parts: template.loops_over_parts(), ..takes }, ..template })
+    }
+
+    /// Whether a content may be a list of parts. Tried out; vLLM reads the template for a loop over contents (`_detect_content_format`).
+    fn loops_over_parts(&self) -> bool {
+        let [one, other] = ["one part of this", "and another one"];
+        let parts = json!([{ "type": "text", "text": one }, { "type": "text", "text": other }]);
+        let written = self.write(vec![json!({ "role": "user", "content": parts })], None, true, &Map::new());
+        written.is_ok_and(|text| text.contains(one) && text.contains(other) && !text.contains("\"type\"") && !text.contains("'type'"))
     }
 
     /// The template used where a model has none.
@@ -72,10 +88,8 @@ impl ChatTemplate {
         ["think", "thought", "reason", "channel|>", "|channel", "inner_prefix"].into_iter().any(|word| source.contains(word))
     }
 
-    /// The prompt for a conversation.
-    ///
-    /// Content given as parts is joined to text with line breaks, and the arguments of earlier tool calls become objects, as
-    /// vLLM does for templates that expect text. `kwargs` are further variables; they cannot replace the arguments here.
+    /// The prompt for a conversation, whose messages and tools the template gets as it would from vLLM. `kwargs` are further variables; they
+    /// cannot replace the arguments here.
     pub fn render(
         &self,
         messages: &Value,
@@ -83,10 +97,40 @@ impl ChatTemplate {
         add_generation_prompt: bool,
         kwargs: &Map<String, Value>,
     ) -> Result<String, TemplateError> {
+        self.write(conversation::messages(messages, self.takes)?, tools, add_generation_prompt, kwargs)
+    }
+
+    /// The prompt for a conversation whose last message is to go on: it ends where that message does.
+    pub fn render_to_continue(
+        &self,
+        messages: &Value,
+        tools: Option<&Value>,
+        kwargs: &Map<String, Value>,
+    ) -> Result<String, TemplateError> {
+        let mut messages = conversation::messages(messages, self.takes)?;
+        let last = conversation::mark_end(&mut messages).ok_or(TemplateError::NothingToContinue)?;
+        let mut prompt = self.write(messages, tools, false, kwargs)?;
+        if !prompt.contains(last.trim()) {
+            // The template writes it otherwise, say as JSON.
+            return Err(TemplateError::NothingToContinue);
+        }
+        let end = conversation::until_mark(&prompt).ok_or(TemplateError::NothingToContinue)?.len();
+        prompt.truncate(end);
+        Ok(prompt)
+    }
+
+    fn write(
+        &self,
+        messages: Vec<Value>,
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+        kwargs: &Map<String, Value>,
+    ) -> Result<String, TemplateError> {
         let mut context = Map::from_iter([("bos_token".to_owned(), json!(self.bos)), ("eos_token".to_owned(), json!(self.eos))]);
+        context.insert("documents".to_owned(), Value::Null);
         context.extend(kwargs.clone());
-        context.insert("messages".to_owned(), Value::Array(plain_messages(messages)?));
-        context.insert("tools".to_owned(), tools.cloned().unwrap_or(Value::Null));
+        context.insert("messages".to_owned(), Value::Array(messages));
+        context.insert("tools".to_owned(), tools.map_or(Value::Null, conversation::tools));
         context.insert("add_generation_prompt".to_owned(), json!(add_generation_prompt));
         let template = self.environment.get_template(NAME).expect("added when it was built");
         template.render(Jinja::from(Serde(&context))).map_err(|error| render_error(&error))
@@ -174,54 +218,6 @@ impl serde_json::ser::Formatter for Spaced {
     }
 }
 
-fn plain_messages(messages: &Value) -> Result<Vec<Value>, TemplateError> {
-    let list = messages.as_array().ok_or(TemplateError::Message { index: 0 })?;
-    list.iter().enumerate().map(|(index, message)| plain_message(index, message)).collect()
-}
-
-fn plain_message(index: usize, message: &Value) -> Result<Value, TemplateError> {
-    let mut plain = message.as_object().filter(|message| message.contains_key("role")).cloned().ok_or(TemplateError::Message { index })?;
-    let content = plain.get("content").map_or(Ok(String::new()), |content| content_text(index, content))?;
-    plain.insert("content".to_owned(), Value::String(content));
-    let calls = plain.get_mut("tool_calls").and_then(Value::as_array_mut);
-    for arguments in calls.into_iter().flatten().filter_map(|call| call.get_mut("function")?.get_mut("arguments")) {
-        if let Some(parsed) = arguments.as_str().and_then(|text| serde_json::from_str(text).ok()) {
-            *arguments = parsed;
-        }
-    }
-    Ok(Value::Object(plain))
-}
-
-fn content_text(index: usize, content: &Value) -> Result<String, TemplateError> {
-    match content {
-        Value::Null => Ok(String::new()),
-        Value::String(text) => Ok(text.clone()),
-        Value::Array(parts) => Ok(parts.iter().map(|part| part_text(index, part)).collect::<Result<Vec<_>, _>>()?.join("\n")),
-        Value::Bool(_) | Value::Number(_) | Value::Object(_) => {
-            Err(TemplateError::ContentPart { index, kind: json_kind(content).to_owned() })
-        }
-    }
-}
-
-fn part_text(index: usize, part: &Value) -> Result<&str, TemplateError> {
-    let text = part
-        .as_str()
-        .or_else(|| part["text"].as_str().filter(|_| matches!(part["type"].as_str(), Some("text" | "input_text" | "output_text"))));
-    let kind = || part["type"].as_str().unwrap_or_else(|| json_kind(part)).to_owned();
-    text.ok_or_else(|| TemplateError::ContentPart { index, kind: kind() })
-}
-
-fn json_kind(value: &Value) -> &'static str {
-    match value {
-        Value::Null => "null",
-        Value::Bool(_) => "boolean",
-        Value::Number(_) => "number",
-        Value::String(_) => "string",
-        Value::Array(_) => "array",
-        Value::Object(_) => "object",
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -273,6 +269,37 @@ mod tests {
         let messages =
             json!([{ "role": "assistant", "content": null, "tool_calls": [{ "function": { "name": "f", "arguments": "{\"a\":1}" } }] }]);
         assert_eq!(render("{{ messages[0].tool_calls[0].function.arguments.a }}{{ messages[0].content }}", &messages).unwrap(), "1");
+    }
+
+    #[test]
+    fn a_message_goes_on_where_it_ends() {
+        let continued = |source: &str, content: Value| {
+            let messages = json!([{ "role": "user", "content": "say END." }, { "role": "assistant", "content": content }]);
+            ChatTemplate::new(source, "", "").unwrap().render_to_continue(&messages, None, &Map::new())
+        };
+        let chatml =
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
+        assert_eq!(continued(chatml, json!("END. And ")).unwrap(), "<user>say END.<end>\n<assistant>END. And ");
+        assert_eq!(
+            continued(&chatml.replace("m.content", "m.content | trim"), json!("END. And ")).unwrap(),
+            "<user>say END.<end>\n<assistant>END. And"
+        );
+        assert_eq!(continued(chatml, json!("")).unwrap(), "<user>say END.<end>\n<assistant>");
+        let parts = "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{{ part.text }}{% endfor %}<end>{% endfor %}";
+        let content = json!([{ "type": "text", "text": "a" }, { "type": "text", "text": "b" }]);
+        assert_eq!(continued(parts, content).unwrap(), "<user>say END.<end><assistant>ab");
+        assert_eq!(continued(parts, json!([])).unwrap_err(), TemplateError::NothingToContinue);
+        assert_eq!(continued("{{ messages[0].content }}", json!("x")).unwrap_err(), TemplateError::NothingToContinue);
+    }
+
+    #[test]
+    fn templates_that_loop_over_parts_get_parts() {
+        let takes = |source: &str| ChatTemplate::new(source, "", "").unwrap().takes.parts;
+        assert!(!ChatTemplate::chatml().takes.parts);
+        assert!(!takes("{% for m in messages %}{{ m.content | trim }}{% endfor %}"));
+        assert!(takes(
+            "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}"
+        ));
     }
 
     #[test]

@@ -37,4 +37,6 @@ pub enum TemplateError {
     ContentPart { index: usize, kind: String },
     #[error("messages must be a list of objects with a role; message {index} is not")]
     Message { index: usize },
+    #[error("continue_final_message is set, but the chat template does not end a prompt with the text of the last message")]
+    NothingToContinue,
 }

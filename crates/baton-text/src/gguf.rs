@@ -60,6 +60,7 @@ pub(crate) fn parts(header: &Header) -> Result<Parts, TextError> {
         bos: bos.filter(|_| add_bos),
         eos_ids: eos_ids.collect::<BTreeSet<_>>().into_iter().collect(),
         chat_template,
+        tool_template: None,
     })
 }
 

@@ -61,12 +61,21 @@ fn parts_of(files: &Files) -> Result<Parts, TextError> {
     let generation = files.generation_config.as_deref().map_or(Ok(Value::Null), |text| parse("generation_config.json", text))?;
     let vocabulary = table(&encoder, decoder(&json["decoder"])?);
     let (bos, eos) = (token_text(&config["bos_token"]), token_text(&config["eos_token"]));
-    let template = files.chat_template.as_deref().or_else(|| template_source(&config["chat_template"]));
-    let chat_template = template.map(|source| ChatTemplate::new(source, bos.unwrap_or_default(), eos.unwrap_or_default())).transpose()?;
+    let template = |source: &str| ChatTemplate::new(source, bos.unwrap_or_default(), eos.unwrap_or_default());
+    let named = |name: &str| template_source(&config["chat_template"], name);
+    let chat_template = files.chat_template.as_deref().or_else(|| named("default")).map(template).transpose()?;
+    let tool_template = named("tool_use").filter(|_| files.chat_template.is_none()).map(template).transpose()?;
     let mut eos_ids: BTreeSet<u32> = eos.and_then(|eos| encoder.token_to_id(eos)).into_iter().collect();
     eos_ids.extend(ids(&generation["eos_token_id"]));
     // `bos` stays empty: the file's own post-processor adds what the model wants in front.
-    Ok(Parts { encoder, vocabulary: Vocabulary::Table(vocabulary), bos: None, eos_ids: eos_ids.into_iter().collect(), chat_template })
+    Ok(Parts {
+        encoder,
+        vocabulary: Vocabulary::Table(vocabulary),
+        bos: None,
+        eos_ids: eos_ids.into_iter().collect(),
+        chat_template,
+        tool_template,
+    })
 }
 
 fn parse(file: &str, text: &str) -> Result<Value, TextError> {
@@ -108,10 +117,10 @@ fn token_text(token: &Value) -> Option<&str> {
     token.as_str().or_else(|| token["content"].as_str())
 }
 
-/// One template, or the one called "default" among several.
-fn template_source(template: &Value) -> Option<&str> {
-    let named = || template.as_array()?.iter().find(|entry| entry["name"] == "default")?["template"].as_str();
-    template.as_str().or_else(named)
+/// The template of that name among several; one alone is the default.
+fn template_source<'a>(template: &'a Value, name: &str) -> Option<&'a str> {
+    let named = || template.as_array()?.iter().find(|entry| entry["name"] == name)?["template"].as_str();
+    template.as_str().filter(|_| name == "default").or_else(named)
 }
 
 /// One id or a list of them.

@@ -5,6 +5,7 @@
 //! This crate keeps no cache of its own, matches no stop strings and knows no model but by its metadata.
 
 mod chat;
+mod conversation;
 mod detokenizer;
 mod error;
 mod fragments;

@@ -23,6 +23,8 @@ pub(crate) struct Parts {
     pub(crate) bos: Option<u32>,
     pub(crate) eos_ids: Vec<u32>,
     pub(crate) chat_template: Option<ChatTemplate>,
+    /// For conversations with tools, where it is another one.
+    pub(crate) tool_template: Option<ChatTemplate>,
 }
 
 /// A model's tokenizer and chat template. Cheap to share behind an `Arc`; encoding takes `&self` and runs in parallel.
@@ -33,6 +35,7 @@ pub struct Tokenizer {
     bos: Option<u32>,
     eos_ids: Vec<u32>,
     chat_template: Option<ChatTemplate>,
+    tool_template: Option<ChatTemplate>,
     default_template: ChatTemplate,
     /// Made when they are first asked for.
     fragments: OnceLock<Fragments>,
@@ -57,6 +60,7 @@ impl Tokenizer {
             bos: None,
             eos_ids: Vec::new(),
             chat_template: None,
+            tool_template: None,
             default_template: ChatTemplate::chatml(),
             fragments: OnceLock::new(),
         }
@@ -69,6 +73,7 @@ impl Tokenizer {
             bos: parts.bos,
             eos_ids: parts.eos_ids,
             chat_template: parts.chat_template,
+            tool_template: parts.tool_template,
             default_template: ChatTemplate::chatml(),
             fragments: OnceLock::new(),
         }
@@ -78,6 +83,7 @@ impl Tokenizer {
     #[must_use]
     pub fn with_clock(mut self, clock: &Clock) -> Self {
         self.chat_template = self.chat_template.map(|template| template.with_clock(clock));
+        self.tool_template = self.tool_template.map(|template| template.with_clock(clock));
         self
     }
 
@@ -163,8 +169,22 @@ impl Tokenizer {
         add_generation_prompt: bool,
         kwargs: &Map<String, Value>,
     ) -> Result<String, TemplateError> {
-        let template = self.chat_template.as_ref().unwrap_or(&self.default_template);
-        template.render(messages, tools, add_generation_prompt, kwargs)
+        self.template(tools).render(messages, tools, add_generation_prompt, kwargs)
+    }
+
+    /// The prompt for a conversation whose last message is to go on.
+    pub fn render_chat_to_continue(
+        &self,
+        messages: &Value,
+        tools: Option<&Value>,
+        kwargs: &Map<String, Value>,
+    ) -> Result<String, TemplateError> {
+        self.template(tools).render_to_continue(messages, tools, kwargs)
+    }
+
+    fn template(&self, tools: Option<&Value>) -> &ChatTemplate {
+        let with_tools = self.tool_template.as_ref().filter(|_| tools.is_some());
+        with_tools.or(self.chat_template.as_ref()).unwrap_or(&self.default_template)
     }
 }
 

@@ -6,7 +6,7 @@ use std::{
     net::IpAddr,
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use anyhow::{Context, Result};
@@ -16,7 +16,7 @@ use baton_gguf::Header;
 use baton_link::read_fleet_key;
 use baton_model::{CpuConfig, CpuExecutor};
 use baton_replica::{MigrationConfig, Pace, ReplicaConfig};
-use baton_text::Tokenizer;
+use baton_text::{Clock, Tokenizer};
 use baton_units::{BlockSize, Blocks, Tokens};
 use clap::{Args, ValueEnum};
 use tokio::{net::TcpListener, sync::oneshot};
@@ -322,10 +322,15 @@ pub(crate) fn model_tokenizer(path: &Path) -> Result<Tokenizer> {
     let bad = |error: &dyn std::fmt::Display| BadInput(format!("no tokenizer in {}: {error}", path.display()));
     let path = if path.is_dir() { path.join("tokenizer.json") } else { path.to_owned() };
     if path.extension().is_some_and(|extension| extension == "json") {
-        return Tokenizer::from_hf(&path).map_err(|error| bad(&error).into());
+        return Ok(Tokenizer::from_hf(&path).map_err(|error| bad(&error))?.with_clock(&clock()));
     }
     let header = read_header(&path)?;
-    Tokenizer::from_gguf(&header).map_err(|error| bad(&error).into())
+    Ok(Tokenizer::from_gguf(&header).map_err(|error| bad(&error))?.with_clock(&clock()))
+}
+
+/// For templates that write the date into their prompts.
+fn clock() -> Clock {
+    Arc::new(|| SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs())
 }
 
 fn read_header(path: &Path) -> Result<Header> {

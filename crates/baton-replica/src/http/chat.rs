@@ -4,7 +4,7 @@ use axum::{
     extract::{State, rejection::BytesRejection},
     response::Response,
 };
-use baton_openai::{Checked, check_chat, check_prompt, output_limit};
+use baton_openai::{Checked, check_chat, check_prompt, output_limit, template_arguments};
 use baton_wire::openai::{ChatRequest, ErrorBody, Sampling};
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode};
@@ -58,12 +58,14 @@ async fn rendered(app: &Arc<App>, headers: &HeaderMap, body: Result<Bytes, Bytes
 }
 
 async fn prompt_tokens(app: &App, request: &ChatRequest) -> Result<Vec<u32>, ErrorBody> {
+    let told = |field| request.rest.get(field).cloned();
+    let kwargs = template_arguments(request.chat_template_kwargs.clone(), told("documents"), told("reasoning_effort"));
     let prompt = app.render(
         &request.messages,
-        request.tools.as_ref().filter(|_| request.tool_choice != Some(json!("none"))),
+        request.tools.as_ref(),
         request.add_generation_prompt,
         request.continue_final_message == Some(true),
-        request.chat_template_kwargs.as_ref(),
+        Some(&kwargs),
     )?;
     Ok(app.encode(prompt, request.sampling.add_special_tokens.unwrap_or(false)).await)
 }
