@@ -11,6 +11,11 @@ pub trait KvBytes: Any + Send + Sync {
     fn bytes(&self) -> &[u8];
 
     fn bytes_mut(&mut self) -> &mut [u8];
+
+    /// XXH3 (64 bits, seed 0) of the bytes, where it is known without reading them.
+    fn checksum(&self) -> Option<u64> {
+        None
+    }
 }
 
 impl KvBytes for Vec<u8> {

@@ -139,6 +139,18 @@ impl CpuExecutor {
             }
         }
         self.compute_spans(&mut spans, &mut ends);
+        self.seal(batch, &tables);
+    }
+
+    /// Blocks that are full since this step.
+    fn seal(&mut self, batch: &Batch<'_>, tables: &[Vec<u32>]) {
+        let size = self.kv.layout().block_size;
+        for (row, blocks) in batch.rows.iter().zip(tables) {
+            let start = row.start as usize;
+            for &block in &blocks[start / size..(start + row.tokens.len()) / size] {
+                self.kv.seal(block);
+            }
+        }
     }
 
     fn compute_spans(&mut self, spans: &mut Vec<Span<'_>>, ends: &mut Vec<(usize, usize)>) {

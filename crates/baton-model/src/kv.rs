@@ -172,6 +172,14 @@ impl KvCache {
         Arc::into_inner(former).map_or_else(|| self.spare(), |former| Spares::hold(&self.spares, former))
     }
 
+    /// No more tokens come to the block.
+    pub(crate) fn seal(&mut self, block: u32) {
+        // What is lent has its checksum, or its reader takes it.
+        if let Some(memory) = Arc::get_mut(&mut self.blocks[block as usize]) {
+            memory.seal();
+        }
+    }
+
     /// To be written: what is lent stays as it was, and this becomes a copy of it.
     fn owned(&mut self, block: u32) -> &mut Memory {
         Arc::make_mut(&mut self.blocks[block as usize])

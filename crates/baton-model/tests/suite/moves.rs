@@ -9,6 +9,7 @@ use baton_gguf::TensorKind;
 use baton_model::{CpuConfig, CpuExecutor};
 use baton_units::{BlockSize, Blocks, RequestId, Time, Tokens};
 use fastrand::Rng;
+use xxhash_rust::xxh3::xxh3_64;
 
 use crate::support::{config, kernel_paths};
 use crate::tiny::{Family, Folder, Tiny, VOCAB};
@@ -116,6 +117,9 @@ fn a_block_that_is_lent_stays_as_it_was_while_the_sequence_goes_on_with_a_copy()
     let blocks = lends.engine.look(lends.find().unwrap()).unwrap().blocks.to_vec();
     let lent: Vec<_> = blocks.iter().map(|&block| lends.executor.share(block)).collect();
     let before: Vec<Vec<u8>> = lent.iter().map(|block| block.bytes().to_vec()).collect();
+    let known: Vec<Option<u64>> = lent.iter().map(|block| block.checksum()).collect();
+    let full = |index: usize| Some(xxh3_64(&before[index]));
+    assert_eq!(known, [full(0), full(1), None], "blocks that are full have their checksum");
     lends.step();
     let now: Vec<&[u8]> = blocks.iter().map(|&block| lends.executor.block(block)).collect();
     assert_eq!((now[0], now[1]), (&before[0][..], &before[1][..]), "full blocks are not written");

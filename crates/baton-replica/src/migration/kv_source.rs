@@ -30,7 +30,8 @@ const LAST_BLOCKS: u64 = 16;
 const LAST_BYTES: u64 = 1 << 20;
 /// A request that fills blocks as fast as they are copied is frozen after so many rounds.
 const ROUNDS_MAX: u32 = 3;
-/// Bytes and blocks that are checked, which leaves them in the processor's cache, and then written at once.
+/// Bytes and blocks that are checked, where that was not done when they were filled, which leaves them in the processor's cache, and then
+/// written at once.
 const BATCH_BYTES: u64 = 1 << 20;
 const BATCH_BLOCKS: usize = 128;
 /// That the copy goes on is told as often.
@@ -264,7 +265,8 @@ impl Link {
                 break;
             }
             let tokens = (computed - before).min(Tokens(size.get())).0;
-            batch.push((BlockHeader { index, tokens, checksum: xxh3_64(bytes) }, bytes));
+            let checksum = block.checksum().unwrap_or_else(|| xxh3_64(bytes));
+            batch.push((BlockHeader { index, tokens, checksum }, bytes));
             taken = with;
         }
         self.writer.blocks(&batch).await?;
