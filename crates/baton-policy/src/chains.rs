@@ -10,6 +10,8 @@ use baton_units::{ReplicaId, Time};
 /// A prompt that goes on with a chain has its end among the last blocks that are cached: what follows is new. A few more may be there of
 /// another that went on from the same end.
 const SEARCHED_MAX: usize = 64;
+/// Requests that a session is taken to have before any has ended: a client that names one means to come back. It counts as much as one that did.
+const SESSION_PRIOR: f64 = 10.0;
 /// Weight of one ended chain in the mean of final sizes.
 const FINAL_GAIN: f64 = 0.05;
 
@@ -41,6 +43,9 @@ pub(crate) struct Chains {
     idle: Idle,
     continued: f64,
     ended: f64,
+    /// The same of sessions that clients named.
+    sessions_continued: f64,
+    sessions_ended: f64,
     /// What the chains that are idle count for among the ended ones: each the share of the age at which it will be let go.
     ending: f64,
     final_blocks: f64,
@@ -85,6 +90,8 @@ impl Default for Chains {
             idle: Idle::default(),
             continued: 1.0,
             ended: 1.0,
+            sessions_continued: SESSION_PRIOR,
+            sessions_ended: 1.0,
             ending: 0.0,
             final_blocks: 0.0,
         }
@@ -115,6 +122,7 @@ impl Chains {
         let before = id.and_then(|id| self.take(id));
         if before.is_some() {
             self.continued += 1.0;
+            self.sessions_continued += f64::from(u8::from(session.is_some()));
         }
         let Some(last) = keys.last() else { return };
         let steps = before.map_or(0, |chain| chain.steps) + 1;
@@ -151,6 +159,7 @@ impl Chains {
                 && let Some(chain) = self.take(id)
             {
                 self.ended += 1.0;
+                self.sessions_ended += f64::from(u8::from(matches!(id, ChainId::Session(_))));
                 if chain.steps > 1 {
                     let gain = if self.final_blocks == 0.0 { 1.0 } else { FINAL_GAIN };
                     self.final_blocks += gain * (chain.blocks - self.final_blocks);
@@ -170,6 +179,20 @@ impl Chains {
     /// Share of chains that go on.
     pub(crate) fn continues(&self) -> f64 {
         self.continued / (self.continued + self.ended + self.ending)
+    }
+
+    /// Requests that are expected to follow on one of a chain. Of sessions those that are silent do not count as ended until they are, since
+    /// most begin before it is known how long silences last.
+    pub(crate) fn further(&self, session: Option<u64>) -> f64 {
+        match session {
+            Some(_) => self.sessions_continued / self.sessions_ended,
+            None => self.continued / (self.ended + self.ending),
+        }
+    }
+
+    /// Chains that are alive.
+    pub(crate) fn alive(&self) -> usize {
+        self.known.len()
     }
 
     /// Chains that were on the replica last and are alive.

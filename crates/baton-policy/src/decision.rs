@@ -94,13 +94,15 @@ pub struct Terms {
     pub eviction: f64,
     /// Slower tokens of the requests that run there.
     pub decode: f64,
+    /// Of a session that begins: what it and those that live there will cost each other from its second request on.
+    pub company: f64,
     /// Lateness beyond what this request or its class allows, and the classes of those yet to come, at the price that an objective has.
     pub late: f64,
 }
 
 impl Terms {
     pub fn total(&self) -> f64 {
-        self.wait + self.prefill + self.delay + self.memory + self.waste + self.eviction + self.decode + self.late
+        self.wait + self.prefill + self.delay + self.memory + self.waste + self.eviction + self.decode + self.company + self.late
     }
 }
 

@@ -157,6 +157,11 @@ impl Delays {
         self.by_place.get(place).copied().unwrap_or(0.0)
     }
 
+    /// What those yet to come cost at the least, on average.
+    pub(crate) fn mean_least(&self) -> f64 {
+        self.small.iter().sum::<f64>() / self.small.len().max(1) as f64
+    }
+
     pub(crate) fn clear(&mut self) {
         self.by_place.clear();
     }

@@ -86,7 +86,7 @@ impl Router {
         self.scratch.others.clear();
         if prices_others {
             self.shortlist(&mut candidates, chain.and_then(|chain| self.chains.home(chain)));
-            self.price_others(arrival, &mut candidates, now);
+            self.price_others(arrival, &mut candidates, self.starts(arrival, chain), now);
         }
         Quoted { candidates, chain }
     }
@@ -178,7 +178,7 @@ impl Router {
     }
 
     /// What the placement costs those who are there or come later (algorithm q: each price in ms, weight one).
-    fn price_others(&mut self, arrival: &Arrival, candidates: &mut [Candidate], now: Time) {
+    fn price_others(&mut self, arrival: &Arrival, candidates: &mut [Candidate], starts: bool, now: Time) {
         let weights = self.config.weights;
         let shadow = weights.waste * self.demand.shadow_price();
         self.reuse.refresh();
@@ -202,6 +202,7 @@ impl Router {
             let prefill_ms = terms.prefill;
             terms.decode =
                 weights.decode * (self.decode_delay_ms(replica, arrival, prefill_ms) + self.quiet_ms(replica, arrival, prefill_ms));
+            terms.company = if starts { weights.decode * self.company_ms(replica, arrival, candidate.sessions) } else { 0.0 };
         }
     }
 
@@ -255,6 +256,29 @@ impl Router {
         let slower = together - replica.decode_step_ms(0, 0);
         let alone = replica.spec.step.step_s(&StepLoad::decode(1.0, context as f64)) * 1e3;
         self.prefill_in_decode_ms(replica, prefill_ms + slower * output) + self.per_token_ms(replica, (together - alone) * output)
+    }
+
+    /// What a session that begins there and the `sessions` that live there will cost each other: the requests that are expected to follow, times
+    /// what one of them meets on average. Where so many others send requests at the fleet's mean pace, it finds some of them decoding, which slow each other by the rule of
+    /// [`Self::decode_delay_ms`], and so that a step must end before its prompt is taken up; and now and then another one's prompt, or that one finds its own.
+    fn company_ms(&self, replica: &Replica, arrival: &Arrival, sessions: u32) -> f64 {
+        if sessions == 0 {
+            return 0.0;
+        }
+        let (output, context) = (self.mean_output, arrival.prompt.as_f64());
+        let step_ms = |rows: f64| replica.spec.step.step_s(&StepLoad::decode(rows, rows * context)) * 1e3;
+        let prefill = self.scratch.delays.mean_least();
+        let per_ms = f64::from(sessions) * self.demand.rate() / self.chains.alive().max(1) as f64;
+        let streams = per_ms * output * step_ms(1.0);
+        let (alone, together) = (step_ms(1.0), step_ms(1.0 + streams));
+        let slower = (together - step_ms(streams)).max(0.0);
+        let decode =
+            streams * self.per_token_ms(replica, prefill + slower * output) + self.per_token_ms(replica, (together - alone) * output);
+        let step = match replica.spec.discipline {
+            Discipline::Serial => 0.0,
+            Discipline::Chunked { .. } | Discipline::Interleaved { .. } => (1.0 - (-streams).exp()) * together / 2.0,
+        };
+        self.chains.further(arrival.session) * (decode + step + per_ms * prefill * prefill)
     }
 
     /// The same, of `ms` that are put between the steps of the replica's streams.

@@ -728,10 +728,16 @@ impl Router {
         self.scratch.ids = ids;
         let quoted = quoted?;
         let last_on = quoted.chain.and_then(|chain| self.chains.home(chain));
-        let starts = last_on.is_none() && (arrival.session.is_some() || self.chains.continues() > STARTS_CONTINUE);
+        let starts = self.starts(arrival, quoted.chain);
         let view = RequestView { session: arrival.session, starts, home: arrival.session.and(last_on) };
         let chosen = self.policy.choose(&view, &quoted.candidates, &mut self.rng);
         Some(Choice { quoted, view, chosen })
+    }
+
+    /// Whether others will follow the request that go on with its prompt, as far as can be told, and none came before it.
+    pub(crate) fn starts(&self, arrival: &Arrival, chain: Option<ChainId>) -> bool {
+        let is_first = chain.and_then(|chain| self.chains.home(chain)).is_none();
+        is_first && (arrival.session.is_some() || self.chains.continues() > STARTS_CONTINUE)
     }
 
     /// Books the choice.

@@ -78,6 +78,13 @@ fn arrival(request: u64, text: u32, tokens: u32) -> Arrival {
     }
 }
 
+/// The same whose first `shared` tokens are those of all others.
+fn arrival_of(request: u64, text: u32, shared: u32, tokens: u32) -> Arrival {
+    let ids: Vec<u32> = (0..tokens).map(|place| if place < shared { place } else { (text + 1) * 100_000 + place }).collect();
+    let root = KeyDomain { model: "", adapter: None, salt: None }.root();
+    Arrival { keys: chain_keys(root, &ids, SIZE).into(), ..arrival(request, text, tokens) }
+}
+
 /// Sends a request to one replica of `replicas` by excluding the others.
 fn send(router: &mut Router, request: u64, text: u32, tokens: u32, to: u32, replicas: u32, now: Time) {
     let excluded = (0..replicas).filter(|id| *id != to).map(ReplicaId).collect();
@@ -734,6 +741,40 @@ fn what_a_request_loses_to_those_it_would_decode_with_counts() {
     assert!(terms(1).prefill - terms(0).prefill > 120.0, "{:?} {:?}", terms(0), terms(1));
     assert!((terms(0).decode - (9.0 * (terms(0).prefill + 8.0 * 64.0) / 64.0 + 72.0)).abs() < 1e-9, "{:?}", terms(0));
     assert_eq!(chosen(&verdict), 1);
+}
+
+/// Eight sessions live on a replica, which so has the beginning that all share. Where sessions go on for long, the company costs more than the beginning
+/// saves.
+#[test]
+fn a_long_session_starts_where_it_is_alone_though_its_beginning_is_elsewhere() {
+    let starts = |requests: u64| {
+        let mut router = router(PolicyName::Price, PriceWeights::default(), 0);
+        for id in 0..2 {
+            router.upsert_replica(ReplicaSpec { discipline: Discipline::Chunked { budget: Tokens(2048) }, ..spec(id) }, Time::ZERO);
+        }
+        let ask = |request: u64, session: u64, tokens: u32| Arrival {
+            session: Some(session),
+            ..arrival_of(request, session as u32, 512, tokens)
+        };
+        let mut now = Time::ZERO;
+        for request in 0..8 * requests {
+            let session = request % 8;
+            let excluded = vec![ReplicaId(1)];
+            router.place(Arrival { excluded, ..ask(request, session, 832 + 32 * (request / 8) as u32) }, now);
+            router.first_token(RequestId(request), None, now + Duration::from_millis(20));
+            router.output_tokens(RequestId(request), 64, now + Duration::from_millis(90));
+            router.finished(RequestId(request), Outcome::Finished, None, now + Duration::from_millis(90));
+            now += Duration::from_millis(100);
+        }
+        let verdict = router.place(ask(1000, 99, 832), now);
+        let terms = |id: usize| router.decision(RequestId(1000)).unwrap().quotes[id].terms;
+        assert!(terms(1).prefill > terms(0).prefill + 5.0, "its beginning saves something there");
+        assert!(terms(1).company.abs() < 1e-12, "nobody lives there");
+        (chosen(&verdict), terms(0).company)
+    };
+    let (short, long) = (starts(1), starts(12));
+    assert_eq!((short.0, long.0), (0, 1), "{short:?} {long:?}");
+    assert!(long.1 > 5.0 * short.1);
 }
 
 /// The replica with the fewest streams takes those who come, but for an important one there, whose quiet costs what it is worth: less than a
