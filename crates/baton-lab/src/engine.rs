@@ -1,6 +1,6 @@
 //! Engines that compute nothing: what an answer costs here is what its bytes cost.
 
-use std::fmt::Write as _;
+use std::{fmt::Write as _, time::Duration};
 
 use anyhow::Result;
 use clap::Args;
@@ -47,8 +47,13 @@ async fn answer_all(connection: &mut Connection) -> Result<()> {
     while let Some(request) = connection.request().await? {
         match request.path.as_str() {
             "/v1/chat/completions" => {
-                let asked = serde_json::from_slice(&request.body)?;
+                let asked: Asked = serde_json::from_slice(&request.body)?;
+                let every = Duration::from_millis(asked.lab_every_ms);
+                let mut ticks = (!every.is_zero()).then(|| tokio::time::interval(every));
                 for part in answer(&asked, request.body.len()) {
+                    if let Some(ticks) = &mut ticks {
+                        ticks.tick().await;
+                    }
                     // A peer that leaves in the middle of its answer ends the connection, as it does at an engine.
                     if connection.write(part.as_bytes()).await.is_err() {
                         return Ok(());
@@ -77,6 +82,9 @@ struct Asked {
     /// An unknown field to all between the load and here: each event is written by itself.
     #[serde(default)]
     lab_writes: bool,
+    /// Between these.
+    #[serde(default)]
+    lab_every_ms: u64,
 }
 
 #[derive(Debug, Default, Deserialize)]

@@ -23,22 +23,30 @@ pub(crate) struct Class {
     pub(crate) stream: bool,
     /// The engine writes each event by itself.
     writes: bool,
+    /// Between an engine's writes.
+    every_ms: u64,
     /// No prompt shares anything with another one.
     pub(crate) cold: bool,
 }
 
-pub(crate) const CLASSES: [Class; 5] = [
-    Class { name: "small", bytes: 1 << 10, tokens: 16, stream: false, writes: false, cold: false },
-    Class { name: "big", bytes: 16 << 10, tokens: 16, stream: false, writes: false, cold: false },
-    Class { name: "stream", bytes: 1 << 10, tokens: 64, stream: true, writes: true, cold: false },
-    Class { name: "slow", bytes: 1 << 10, tokens: 16, stream: false, writes: true, cold: false },
-    Class { name: "cold", bytes: 16 << 10, tokens: 16, stream: false, writes: false, cold: true },
+pub(crate) const CLASSES: [Class; 6] = [
+    Class { name: "small", bytes: 1 << 10, tokens: 16, stream: false, writes: false, every_ms: 0, cold: false },
+    Class { name: "big", bytes: 16 << 10, tokens: 16, stream: false, writes: false, every_ms: 0, cold: false },
+    Class { name: "stream", bytes: 1 << 10, tokens: 64, stream: true, writes: true, every_ms: 0, cold: false },
+    Class { name: "slow", bytes: 1 << 10, tokens: 16, stream: false, writes: true, every_ms: 0, cold: false },
+    Class { name: "steady", bytes: 1 << 10, tokens: 64, stream: true, writes: true, every_ms: 20, cold: false },
+    Class { name: "cold", bytes: 16 << 10, tokens: 16, stream: false, writes: false, every_ms: 0, cold: true },
 ];
 
 impl Class {
     pub(crate) fn named(name: &str) -> Result<Self, String> {
         let names = || CLASSES.map(|class| class.name).join(", ");
         CLASSES.into_iter().find(|class| class.name == name).ok_or_else(|| format!("no class {name}; there are {}", names()))
+    }
+
+    /// Its engines write at an even pace.
+    pub(crate) fn is_steady(self) -> bool {
+        self.every_ms > 0
     }
 
     /// The same with answers of another length.
@@ -91,9 +99,9 @@ impl Conversations {
     }
 
     fn request(&self) -> Vec<u8> {
-        let Class { tokens, stream, writes, .. } = self.class;
+        let Class { tokens, stream, writes, every_ms, .. } = self.class;
         let body = format!(
-            r#"{{"model":"{MODEL}","messages":[{}],"max_tokens":{tokens},"temperature":0.7,"stream":{stream},"lab_writes":{writes}}}"#,
+            r#"{{"model":"{MODEL}","messages":[{}],"max_tokens":{tokens},"temperature":0.7,"stream":{stream},"lab_writes":{writes},"lab_every_ms":{every_ms}}}"#,
             self.messages
         );
         let head = format!(

@@ -14,7 +14,7 @@ use anyhow::{Result, ensure};
 use clap::Args;
 
 use self::{
-    load::{Seen, first_event_delays, run_for},
+    load::{Seen, first_event_delays, gaps, run_for},
     process::Process,
 };
 use crate::prompts::Class;
@@ -26,6 +26,9 @@ const BATON: &str = "127.0.0.1:19081";
 const DIRECT: &str = "127.0.0.1:19001";
 /// Pairs of streams, one direct and one through the proxy, of which the median difference is taken.
 const PAIRS: usize = 400;
+/// Steady streams at once, and how many one after the other before the next way is taken.
+const STEADY: usize = 8;
+const STEADY_ROUNDS: usize = 2;
 
 #[derive(Debug, Args)]
 pub(crate) struct ProxyArgs {
@@ -41,7 +44,7 @@ pub(crate) struct ProxyArgs {
     /// Each load is run so many times, in turn with the others; medians are shown
     #[arg(long, default_value_t = 3)]
     repeats: usize,
-    #[arg(long, value_delimiter = ',', value_parser = Class::named, default_value = "small,big,stream,slow,cold")]
+    #[arg(long, value_delimiter = ',', value_parser = Class::named, default_value = "small,big,stream,slow,cold,steady")]
     classes: Vec<Class>,
 }
 
@@ -74,13 +77,16 @@ pub(crate) async fn run(args: &ProxyArgs) -> Result<()> {
     }
     println!("| class | N | direct req/s | nginx CPU us | req/s | p50 ms | baton CPU us | x nginx | req/s | p50 ms | p99 ms |");
     println!("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |");
-    for &class in &args.classes {
+    for &class in args.classes.iter().filter(|class| !class.is_steady()) {
         for &connections in &args.connections {
             let row = measure(args, class, connections, &nginx, &baton).await?;
             println!("{row}");
         }
     }
-    if args.classes.iter().any(|class| class.stream) {
+    if let Some(&class) = args.classes.iter().find(|class| class.is_steady()) {
+        print_steadiness(args, class).await?;
+    }
+    if args.classes.iter().any(|class| class.stream && !class.is_steady()) {
         let class = Class::named("stream").map_err(anyhow::Error::msg)?;
         for (name, proxy) in [("nginx", NGINX), ("baton", BATON)] {
             let delays = first_event_delays(class, DIRECT, proxy, PAIRS).await?;
@@ -88,6 +94,34 @@ pub(crate) async fn run(args: &ProxyArgs) -> Result<()> {
         }
     }
     println!("baton's resident memory at the end: {:.1} MB", baton.resident_mb()?);
+    Ok(())
+}
+
+/// How long clients wait between the reads of streams whose engine writes at an even pace.
+async fn print_steadiness(args: &ProxyArgs, class: Class) -> Result<()> {
+    let mut ways = [("direct", DIRECT, Vec::new()), ("nginx", NGINX, Vec::new()), ("baton", BATON, Vec::new())];
+    for _ in 0..args.repeats.max(1) * 3 {
+        for (_, target, found) in &mut ways {
+            found.extend(gaps(target, class, STEADY, STEADY_ROUNDS).await?);
+        }
+    }
+    println!("\n{STEADY} streams at a time, one event each 20 ms: ms between reads\n");
+    println!("| way | gaps | p50 | p90 | p99 | longest | p50 over direct | p99 over direct |");
+    println!("| --- | --- | --- | --- | --- | --- | --- | --- |");
+    let mut direct = None;
+    for (name, _, gaps) in &mut ways {
+        gaps.sort_unstable();
+        let at = |part: f64| gaps[((gaps.len() as f64 * part) as usize).min(gaps.len() - 1)].as_secs_f64() * 1e3;
+        let [p50, p90, p99, longest] = [0.5, 0.9, 0.99, 1.0].map(at);
+        let (of_direct, of_direct_p99) = *direct.get_or_insert((p50, p99));
+        let count = gaps.len();
+        println!(
+            "| {name} | {count} | {p50:.2} | {p90:.2} | {p99:.2} | {longest:.2} | {:+.2} | {:+.2} |",
+            p50 - of_direct,
+            p99 - of_direct_p99
+        );
+    }
+    println!();
     Ok(())
 }
 

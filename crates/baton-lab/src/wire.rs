@@ -42,8 +42,8 @@ pub(crate) struct Request {
 pub(crate) struct Response {
     pub(crate) status: u16,
     pub(crate) body: Vec<u8>,
-    /// When the first bytes of the body came.
-    pub(crate) began_at: Instant,
+    /// When bytes of the body came, read by read.
+    pub(crate) read_at: Vec<Instant>,
 }
 
 impl Connection {
@@ -82,18 +82,18 @@ impl Connection {
     pub(crate) async fn exchange(&mut self, request: &[u8]) -> Result<Response> {
         self.stream.write_all(request).await?;
         let head = self.head(parse_response).await?.context("the connection was closed before an answer")?;
-        let mut began_at = None;
+        let mut read_at = Vec::new();
         loop {
             let body = &self.buffer[head.bytes..];
             if !body.is_empty() {
-                began_at.get_or_insert_with(Instant::now);
+                read_at.push(Instant::now());
             }
             // Bodies here have no line end of two bytes in them, so this is the last chunk and nothing else.
             let whole = if head.chunked { body.ends_with(b"\r\n0\r\n\r\n") } else { body.len() >= head.content_length };
             if whole {
                 let body = if head.chunked { dechunked(body)? } else { body.to_vec() };
                 self.buffer.clear();
-                return Ok(Response { status: head.status, body, began_at: began_at.unwrap_or_else(Instant::now) });
+                return Ok(Response { status: head.status, body, read_at });
             }
             if self.read().await? == 0 {
                 bail!("an answer broke off after {} bytes", self.buffer.len());

@@ -147,18 +147,40 @@ pub(super) async fn first_event_delays(class: Class, direct: &str, proxy: &str, 
     Ok(differences[pairs / 2] * 1e3)
 }
 
+/// Between reads of `streams` at a time, one after the other for `rounds`, sorted.
+pub(super) async fn gaps(target: &str, class: Class, streams: usize, rounds: usize) -> Result<Vec<Duration>> {
+    let mut tasks = tokio::task::JoinSet::new();
+    for number in 0..streams {
+        let target = target.to_owned();
+        tasks.spawn(async move {
+            let mut client = Client::open(&target, class, number).await?;
+            let mut gaps = Vec::new();
+            for _ in 0..rounds {
+                client.ask().await?;
+                gaps.append(&mut client.gaps);
+            }
+            Ok::<_, anyhow::Error>(gaps)
+        });
+    }
+    let mut gaps = tasks.join_all().await.into_iter().collect::<Result<Vec<_>>>()?.concat();
+    gaps.sort_unstable();
+    Ok(gaps)
+}
+
 struct Client {
     connection: Connection,
     conversations: Conversations,
     class: Class,
     /// From the last request to the first byte of its answer's body.
     first_event: Duration,
+    /// Between reads of the last answer's body.
+    gaps: Vec<Duration>,
 }
 
 impl Client {
     async fn open(target: &str, class: Class, number: usize) -> Result<Self> {
         let conversations = Conversations::new(class, 1 + number as u64);
-        Ok(Self { connection: Connection::open(target).await?, conversations, class, first_event: Duration::ZERO })
+        Ok(Self { connection: Connection::open(target).await?, conversations, class, first_event: Duration::ZERO, gaps: Vec::new() })
     }
 
     async fn ask(&mut self) -> Result<Duration> {
@@ -167,7 +189,8 @@ impl Client {
         let response = self.connection.exchange(&request).await?;
         let took = began.elapsed();
         check(self.class, &response)?;
-        self.first_event = response.began_at - began;
+        self.first_event = response.read_at.first().context("an answer without a body")?.duration_since(began);
+        self.gaps = response.read_at.windows(2).map(|pair| pair[1] - pair[0]).collect();
         Ok(took)
     }
 }
