@@ -117,6 +117,7 @@ async fn fleet(State(shared): State<Arc<Shared>>) -> Json<Value> {
 fn replica(fleet: &Fleet, engine: &Engine, status: Option<&ReplicaStatus>) -> Value {
     let numerics = fleet.with_desk(|desk, _| desk.numerics_of(engine.id).map(str::to_owned));
     let link = fleet.link(engine.id);
+    let rests = engine.rests_for(fleet.clock.now());
     let facts = engine.facts();
     let spec = facts.spec;
     let models: Vec<&str> = facts.models.iter().map(|card| card.id.as_str()).collect();
@@ -124,6 +125,7 @@ fn replica(fleet: &Fleet, engine: &Engine, status: Option<&ReplicaStatus>) -> Va
         "id": engine.name,
         "index": engine.id,
         "url": facts.url,
+        "data_parallel_rank": engine.rank,
         "source": facts.source.as_deref(),
         "engine": engine.config.kind.as_str(),
         "state": facts.health,
@@ -144,6 +146,7 @@ fn replica(fleet: &Fleet, engine: &Engine, status: Option<&ReplicaStatus>) -> Va
         "max_running": spec.map(|spec| spec.max_running),
         "step": spec.map(|spec| spec.step),
         "step_error": facts.step_error,
+        "rests_ms": rests.map(|rests| rests.as_ms()),
         "report": facts.load,
         "drain": facts.draining.map(|drain| moving::drain_json(&drain, fleet)),
         "migration": facts.migration.is_some().then(|| json!({ "connected": numerics.is_some(), "numerics_id": numerics, "link_bytes_per_s": link.bytes_per_s, "link_latency_ms": link.latency_s * 1e3 })),

@@ -173,12 +173,21 @@ pub struct EngineConfig {
     /// Tokens that it computes in one step. Default 2048, vLLM's `--max-num-batched-tokens` for serving.
     #[serde(default)]
     pub token_budget: Option<u32>,
+    /// Ranks of data parallelism behind the one address (`--data-parallel-size` of vLLM, `--dp-size` of SGLang). Each is a replica of its own here, named
+    /// `NAME-dp0`, `NAME-dp1`, …, with its own cache, load and events, and gets its requests by the header `X-Data-Parallel-Rank`. Default 1.
+    #[serde(default)]
+    pub data_parallel_size: Option<u32>,
     /// ZMQ endpoint of its KV events, where it cannot be asked. A concrete host is dialled from here, unlike in vLLM's own rule.
     #[serde(default)]
     pub kv_events: Option<String>,
     /// ZMQ endpoint for replay of KV events.
     #[serde(default)]
     pub kv_replay: Option<String>,
+    /// Folder of llama.cpp's `--slot-save-path`, as the gateway sees it: plain streams then take their KV along when their server drains or an
+    /// operator moves them. Each life of the server is tried out first, since not every build goes on from a slot as it should. Default: none, they go on
+    /// from their tokens.
+    #[serde(default)]
+    pub slot_path: Option<PathBuf>,
     /// Whether it orders requests by priority (vLLM's `--scheduling-policy priority`); vLLM refuses the field without it. Default
     /// true for `baton`, false otherwise.
     #[serde(default)]
@@ -487,8 +496,10 @@ impl EngineConfig {
             kv_blocks: None,
             max_running: None,
             token_budget: None,
+            data_parallel_size: None,
             kv_events: None,
             kv_replay: None,
+            slot_path: None,
             priorities: None,
             group: None,
             numerics: None,
@@ -497,6 +508,21 @@ impl EngineConfig {
 
     pub(crate) fn key(&self) -> Option<&str> {
         self.key.as_ref().map(Secret::reveal)
+    }
+
+    /// Its ranks, where there are several.
+    pub(crate) fn ranks(&self) -> Option<u32> {
+        self.data_parallel_size.filter(|&size| size > 1)
+    }
+
+    /// Replicas of the fleet that it is.
+    pub(crate) fn replicas(&self) -> usize {
+        self.ranks().unwrap_or(1) as usize
+    }
+
+    /// What one of its ranks is called.
+    pub(crate) fn rank_name(&self, rank: u32) -> Option<String> {
+        Some(format!("{}-dp{rank}", self.name.as_ref()?))
     }
 }
 
@@ -554,6 +580,11 @@ impl EngineKind {
     /// A salt may count from a later token than the first on (`cache_public`).
     pub fn takes_public(self) -> bool {
         matches!(self, Self::Baton)
+    }
+
+    /// `X-Data-Parallel-Rank` chooses who of several engines behind one address computes a request.
+    pub fn has_ranks(self) -> bool {
+        matches!(self, Self::Vllm | Self::Sglang)
     }
 
     /// It reports fitted step coefficients itself.

@@ -6,6 +6,8 @@ mod prometheus;
 mod sighting;
 mod tokens;
 
+pub(crate) use kv_events::of_rank;
+
 use std::{sync::Arc, time::Duration};
 
 use baton_policy::{ReplicaSpec, Trust};
@@ -17,6 +19,7 @@ use crate::{
     config::EngineKind,
     engine::{Agreement, Engine, Health},
     fleet::Fleet,
+    slots,
     snapshot::Former,
     speed::{self, Likeness},
     upstream::FetchError,
@@ -114,7 +117,11 @@ impl Watcher {
     async fn seen(&mut self, sighting: Sighting, asked_at: Time) {
         self.unanswered = 0;
         let (life, began) = self.life(&sighting);
-        if self.is_silent() || self.hangs() || (self.is_in_doubt(began) && !self.computes().await) {
+        if self.engine.rests_for(asked_at).is_some()
+            || self.is_silent()
+            || self.hangs()
+            || (self.is_in_doubt(began) && !self.computes().await)
+        {
             return;
         }
         let models_due = self.engine.take_models_due() || self.models_at.is_none_or(|at| asked_at.since(at) >= MODELS_EVERY);
@@ -123,6 +130,7 @@ impl Watcher {
             self.models_at = Some(asked_at);
             if began {
                 self.compare_tokens().await;
+                self.try_slots().await;
             }
             self.asks_beside |= began;
             self.look_beside().await;
@@ -181,11 +189,12 @@ impl Watcher {
 
     /// Which life of the engine this is, and whether it has just begun (or begun again after silence).
     fn life(&mut self, sighting: &Sighting) -> (Incarnation, bool) {
+        let whereabouts = self.engine.whereabouts();
         let mut facts = self.engine.facts();
         let never_seen = self.engine.before;
         if facts.life == never_seen
             && let Some(snapshot) = &self.fleet.snapshot
-            && let Some(former) = snapshot.former(&facts.url)
+            && let Some(former) = snapshot.former(&whereabouts)
         {
             if sighting.mark == Some(former.mark) && former.life > never_seen {
                 facts.life = former.life;
@@ -194,7 +203,7 @@ impl Watcher {
             } else {
                 facts.life = Incarnation(former.life.max(never_seen).0 + 1);
                 facts.mark = sighting.mark;
-                snapshot.settle(&facts.url);
+                snapshot.settle(&whereabouts);
             }
         }
         let other = facts.mark != sighting.mark && sighting.mark.is_some();
@@ -255,6 +264,25 @@ impl Watcher {
         engine.facts().tokens = tokens;
     }
 
+    /// Whether what its slots hold can be taken elsewhere. Once in each life, before it gets requests.
+    async fn try_slots(&self) {
+        let engine = &self.engine;
+        if engine.config.slot_path.is_none() || engine.facts().spec.is_some() {
+            return;
+        }
+        let travels = slots::travel(&self.fleet.upstream, engine).await;
+        match &travels {
+            Ok(true) => tracing::debug!(replica = %engine.name, "slots can be carried"),
+            Ok(false) => {
+                tracing::warn!(replica = %engine.name, "slots are not carried: the server goes on otherwise from one that was saved and restored");
+            }
+            Err(error) => {
+                tracing::warn!(replica = %engine.name, %error, "slots are not carried: saving and restoring one failed; is --slot-save-path the engine's slot_path?");
+            }
+        }
+        engine.facts().carries_slots = travels.unwrap_or(false);
+    }
+
     fn tell_router(&mut self, sighting: &Sighting, life: Incarnation, began: bool, asked_at: Time) {
         let (former, spec) = {
             let mut facts = self.engine.facts();
@@ -301,7 +329,7 @@ impl Watcher {
         let former = self.former.take();
         self.fleet.engine_ready(spec, former.as_deref());
         if let Some(snapshot) = self.fleet.snapshot.as_ref().filter(|_| former.is_some()) {
-            snapshot.settle(&self.engine.url());
+            snapshot.settle(&self.engine.whereabouts());
         }
     }
 
@@ -370,6 +398,7 @@ impl Watcher {
 /// Reads a page of another server's metrics.
 #[cfg(fuzzing)]
 pub(crate) fn fuzz_metrics(page: &str) {
-    let _ = prometheus::sum(page, "vllm:num_requests_running");
-    let _ = prometheus::label(page, "vllm:cache_config_info", "block_size");
+    let page = prometheus::Page::of_rank(page, "engine", Some(1));
+    let _ = page.sum("vllm:num_requests_running");
+    let _ = page.label("vllm:cache_config_info", "block_size");
 }

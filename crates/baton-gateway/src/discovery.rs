@@ -143,6 +143,7 @@ impl Discovery {
         Some(Wanted {
             config: EngineConfig { name: Some(member.name.clone()), ..config },
             found: Some(Found { member: member.id, source: source.label.clone(), draining: member.draining }),
+            rank: None,
         })
     }
 }

@@ -25,9 +25,10 @@ use tokio_rustls::rustls::ClientConfig;
 use crate::{
     carry::link::Destination,
     config::{EngineConfig, EngineKind},
-    fleet::Found,
+    fleet::Wanted,
     line::{Address, Lines},
     pulse::Pulse,
+    slots::Slots,
     speed::Speed,
     tls,
     upstream::PlainClient,
@@ -152,6 +153,8 @@ pub(crate) struct Engine {
     pub(crate) config: EngineConfig,
     /// Where a source named it.
     pub(crate) member: Option<MemberId>,
+    /// Which one it is of those behind its address.
+    pub(crate) rank: Option<u32>,
     /// Connections for requests.
     pub(crate) lines: Arc<Lines>,
     /// For all else, made when it is first asked for.
@@ -159,6 +162,8 @@ pub(crate) struct Engine {
     /// With what it is spoken to over TLS.
     pub(crate) tls: Option<Arc<ClientConfig>>,
     facts: Mutex<Facts>,
+    /// Of llama.cpp's server.
+    slots: Mutex<Slots>,
     /// Wakes the engine's watcher before its time.
     pub(crate) probe: Notify,
     /// Its list of models may have changed.
@@ -190,6 +195,8 @@ pub(crate) struct Facts {
     pub(crate) kv_source: Option<KvEventSource>,
     /// Where it takes part in migration.
     pub(crate) migration: Option<Destination>,
+    /// What its slots hold can be taken to another server, by a file.
+    pub(crate) carries_slots: bool,
     /// How answers are made of its tokens, once the first one was.
     pub(crate) service: Option<Arc<Service>>,
     /// It is to be empty.
@@ -199,6 +206,8 @@ pub(crate) struct Facts {
     pub(crate) failures: u32,
     /// Its word that it is well does not count until it has computed something.
     pub(crate) in_doubt: bool,
+    /// It asked to be left alone for so long.
+    pub(crate) rests_until: Option<Time>,
     /// Relative error of the engine's own step predictions, or of the calibration here.
     pub(crate) step_error: f64,
     /// As this engine alone has shown it; what counts is in the spec.
@@ -233,7 +242,8 @@ impl Facts {
 
 impl Engine {
     /// Keeps up to `idle_connections` for the next requests.
-    pub(crate) fn new(id: ReplicaId, before: Incarnation, config: EngineConfig, found: Option<Found>, idle_connections: usize) -> Self {
+    pub(crate) fn new(id: ReplicaId, before: Incarnation, wanted: Wanted, idle_connections: usize) -> Self {
+        let Wanted { config, found, rank } = wanted;
         let (member, source) = found.map(|found| (found.member, found.source)).unzip();
         let facts = Facts {
             url: config.url.clone(),
@@ -248,17 +258,19 @@ impl Engine {
             load: None,
             kv_source: None,
             migration: None,
+            carries_slots: false,
             service: None,
             draining: None,
             calibrator: Calibrator::new(default_step()),
             failures: 0,
             in_doubt: false,
+            rests_until: None,
             step_error: 0.0,
             speed: Speed::prior(default_step()),
         };
         let name = config.name.clone().unwrap_or_else(|| id.to_string());
         let tls = config.url.is_tls().then(|| tls::client(config.ca.as_ref()));
-        let lines = Lines::new(Address::new(&config.url, config.key(), tls.clone()), idle_connections);
+        let lines = Lines::new(Address::new(&config.url, config.key(), rank, tls.clone()), idle_connections);
         Self {
             id,
             before,
@@ -268,7 +280,9 @@ impl Engine {
             tls,
             config,
             member,
+            rank,
             facts: Mutex::new(facts),
+            slots: Mutex::default(),
             probe: Notify::new(),
             models_due: AtomicBool::new(false),
             pulse: Pulse::default(),
@@ -279,6 +293,10 @@ impl Engine {
     pub(crate) fn facts(&self) -> MutexGuard<'_, Facts> {
         // A panic elsewhere leaves plain values behind, none of them half written.
         self.facts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn slots(&self) -> MutexGuard<'_, Slots> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// It was found dead, or hung: attempts at it may go elsewhere.
@@ -306,6 +324,13 @@ impl Engine {
         facts.in_doubt |= hung || facts.failures > FAILURES_FORGIVEN;
     }
 
+    /// How much longer it asked to be left alone, in this life.
+    pub(crate) fn rests_for(&self, now: Time) -> Option<Duration> {
+        let facts = self.facts();
+        let until = facts.rests_until.filter(|until| *until > now && facts.spec.is_some())?;
+        Some(until.since(now))
+    }
+
     /// Time of a step that is full of prompts, as far as it is known.
     pub(crate) fn full_step(&self) -> Duration {
         let Some(spec) = self.facts().spec else { return Duration::ZERO };
@@ -315,12 +340,18 @@ impl Engine {
 
     /// It was started at another address, or again at the same; one that is spoken to over TLS still is.
     pub(crate) fn move_to(&self, url: BaseUrl) {
-        self.lines.move_to(Address::new(&url, self.config.key(), self.tls.clone()));
+        self.lines.move_to(Address::new(&url, self.config.key(), self.rank, self.tls.clone()));
         self.facts().url = url;
     }
 
     pub(crate) fn url(&self) -> BaseUrl {
         self.facts().url.clone()
+    }
+
+    /// Its address, and its rank there: what tells it from all others over a restart of the gateway.
+    pub(crate) fn whereabouts(&self) -> String {
+        let url = self.url();
+        self.rank.map_or_else(|| url.to_string(), |rank| format!("{url}#{rank}"))
     }
 
     /// Has its watcher look at its models now.
@@ -428,7 +459,7 @@ mod tests {
     #[test]
     fn who_fails_again_and_again_is_in_doubt_and_a_success_forgives() {
         let config = EngineConfig::new("http://h:1".parse().unwrap(), EngineKind::Vllm);
-        let engine = Engine::new(ReplicaId(0), Incarnation(0), config, None, 1);
+        let engine = Engine::new(ReplicaId(0), Incarnation(0), config.into(), 1);
         let in_doubt = |fault| {
             engine.failed(fault);
             engine.facts().in_doubt

@@ -5,6 +5,7 @@ mod by_tokens;
 mod carried;
 mod copy;
 mod lag;
+mod leaving;
 mod outlet;
 mod record;
 
@@ -39,6 +40,7 @@ use self::{
     by_tokens::{ByTokens, Rest},
     carried::Carrying,
     lag::Lag,
+    leaving::{Carried, Leaving},
     outlet::{Outlet, stream_response},
     record::Record,
 };
@@ -54,11 +56,13 @@ use crate::{
     plain::{Plain, Shape},
     prompt::KeyChain,
     pulse::Listener,
-    refusal::{NO_REPLICA_RETRY, Refusal},
+    refusal::Refusal,
     reserved,
     tenants::{Grant, Padding},
     upstream::{Arrived, Attempt, Expect},
 };
+
+pub(crate) use self::leaving::LeaveOrder;
 
 /// A busy replica gets its time for a first token this often again; a request that it has lost ends then.
 const EXTENSIONS_MAX: u32 = 9;
@@ -134,6 +138,10 @@ struct Exchange {
     answered: bool,
     /// Of a stream that lost its engine, until another one goes on with it.
     rest: Option<Box<Rest>>,
+    /// Of one that runs and can be asked to leave.
+    leave: Option<oneshot::Receiver<LeaveOrder>>,
+    /// It was, and its first token since is not there.
+    leaving: Option<Leaving>,
     usage: Option<Usage>,
     /// Prompt tokens that the engine had, once it told.
     cached: Option<Tokens>,
@@ -202,6 +210,10 @@ enum Wake {
     /// The prefix that the request waits for is at its replica, or is given up.
     Fetched(ReplicaId, bool),
     Arrived(Arrived),
+    /// The KV of a stream that has left its engine is where that goes on, or stays where it was.
+    SlotCarried(Option<Carried>),
+    /// The stream is to go on elsewhere.
+    Leave(LeaveOrder),
     /// Of a choice that is carried.
     Carried(u32, RunEvent),
     /// The replica was found dead, or hung.
@@ -258,6 +270,8 @@ impl Exchange {
             answer: None,
             answered: false,
             rest: None,
+            leave: None,
+            leaving: None,
             usage: None,
             cached: None,
             first_told: false,
@@ -382,6 +396,20 @@ impl Exchange {
         {
             return Poll::Ready(Wake::Fetched(fetching.replica, arrived));
         }
+        if let Some(leaving) = &mut self.leaving
+            && let Poll::Ready(carried) = leaving.poll_carried(context)
+        {
+            return Poll::Ready(Wake::SlotCarried(carried));
+        }
+        if let Some(orders) = &mut self.leave
+            && let Poll::Ready(order) = Pin::new(orders).poll(context)
+        {
+            self.leave = None;
+            // The sender is gone when others ask for orders in its place.
+            if let Ok(order) = order {
+                return Poll::Ready(Wake::Leave(order));
+            }
+        }
         let (attempt, death) = match self.attempt.as_mut().map(|running| &mut running.way) {
             Some(Way::Wire(wire)) => (&mut wire.attempt, &mut wire.death),
             Some(Way::ByTokens(by_tokens)) => (&mut by_tokens.attempt, &mut by_tokens.death),
@@ -435,6 +463,8 @@ impl Exchange {
             }
             Wake::Fetched(replica, arrived) => self.fetched(replica, arrived),
             Wake::Arrived(arrived) => self.arrived(arrived),
+            Wake::SlotCarried(carried) => self.slot_carried(carried),
+            Wake::Leave(order) => self.leave(order),
             Wake::Carried(choice, event) => self.carried(choice, event),
             Wake::Died => self.died(),
         }
@@ -476,7 +506,7 @@ impl Exchange {
                 self.start(owner);
                 self.fleet.keep_books();
             }
-            Action::Stop(_) => self.attempt = None,
+            Action::Stop(_) => (self.attempt, self.leave) = (None, None),
             Action::Suspect { replica, fault } => {
                 if matches!(fault, Fault::NoFirstToken(_) | Fault::Stalled(_)) {
                     self.fleet.metrics.fault(fault);
@@ -493,7 +523,11 @@ impl Exchange {
             let cannot = self.cannot_resume(rest);
             self.tell_output();
             let prompt = Tokens(self.admitted.live.prompt.0 + self.session.delivered(0));
-            self.arrival(prompt, excluded.into_iter().chain(cannot).collect())
+            // One that leaves has said where it goes.
+            let to = self.leaving.as_ref().map(Leaving::to);
+            let all = to.map(|_| self.fleet.engines()).unwrap_or_default();
+            let others = all.into_iter().map(|engine| engine.id).filter(|id| Some(*id) != to);
+            self.arrival(prompt, excluded.into_iter().chain(cannot).chain(others).collect())
         } else {
             self.admitted.chain.forget_output();
             self.untold = 0;
@@ -535,6 +569,9 @@ impl Exchange {
                 if let Some(copy) = copy {
                     copy::send(&self.fleet, &self.admitted, replica, copy);
                 }
+                if self.carry_slot(replica) {
+                    return;
+                }
                 match fetch.map(|fetch| copy::fetch(&self.fleet, &self.admitted, replica, fetch)) {
                     None => self.placed(replica),
                     Some(Some(fetching)) => self.fetching = Some(fetching),
@@ -542,8 +579,9 @@ impl Exchange {
                 }
             }
             Verdict::Hold => {}
+            Verdict::Refuse(_) if self.stays_after_all() => self.place(Vec::new()),
             Verdict::Refuse(refusal) => {
-                self.refusal = Some(refusal_of(&refusal));
+                self.refusal = Some(refusal_of(&refusal, self.fleet.retry_after()));
                 self.session.handle(Input::Refused, now);
             }
         }
@@ -616,6 +654,9 @@ impl Exchange {
         let attempt = self.fleet.upstream.start(&engine, request, expect);
         self.alone = engine.lines.busy() == 1;
         let record = self.records(&engine).then(Record::default);
+        if record.is_some() {
+            self.hear_orders();
+        }
         let wire = Wire { attempt, assembler, next: BTreeMap::new(), finished: BTreeSet::new(), shape: None, record, death };
         self.attempt = Some(Running { engine, epoch: owner.epoch, way: Way::Wire(Box::new(wire)) });
     }
@@ -633,13 +674,14 @@ impl Exchange {
                 _ => return self.outlet.fail(&Refusal::Ended(End::Rejected)),
             },
             Answer::Refusal => {
-                let refusal = self.refusal.take().unwrap_or(Refusal::NoReplica { retry_after: NO_REPLICA_RETRY });
+                let refusal = self.refusal.take().unwrap_or_else(|| Refusal::NoReplica { retry_after: self.fleet.retry_after() });
                 return self.outlet.fail(&refusal);
             }
             Answer::Error(end) => {
-                // Nobody has what the last one lacks, which its own words say best.
-                let lacks = self.answer.take().filter(|_| end == End::Exhausted(Fault::Status(404)) && self.outlet.is_open());
-                let Some(answer) = lacks else { return self.outlet.fail(&Refusal::Ended(end)) };
+                // Nobody has what the last one lacks, or has time for more, which its own words say best.
+                let is_told = matches!(end, End::Exhausted(Fault::Status(404 | 429)));
+                let told = self.answer.take().filter(|_| is_told && self.outlet.is_open());
+                let Some(answer) = told else { return self.outlet.fail(&Refusal::Ended(end)) };
                 answer
             }
         };
@@ -859,6 +901,7 @@ impl Exchange {
             if self.first_token_at.is_none() {
                 self.hold_back(now);
             }
+            self.has_left(now);
             let live = &self.admitted.live;
             self.first_token_at.get_or_insert(now);
             live.set(LiveState::Decode, self.session.owner().map(|owner| owner.replica));
@@ -941,6 +984,10 @@ impl Exchange {
         if let Some(kind) = &head.content_type {
             response.headers_mut().insert(header::CONTENT_TYPE, kind.clone());
         }
+        if let Some(span) = head.retry_after {
+            self.fleet.rest(&running.engine, span);
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(span.as_secs()));
+        }
         if status == StatusCode::NOT_FOUND {
             // It had the model when it was asked last: an adapter, say, that was unloaded since. Others may have it.
             running.engine.expect_models();
@@ -948,6 +995,12 @@ impl Exchange {
             return Err(Fault::Status(status.as_u16()));
         }
         if !status.is_success() && !is_clients_fault(status) {
+            if status == StatusCode::TOO_MANY_REQUESTS {
+                self.answer = Some(response);
+            }
+            if !self.fleet.may_retry() {
+                self.session.forbid_retry();
+            }
             return Err(Fault::Status(status.as_u16()));
         }
         self.answer = Some(response);
@@ -999,7 +1052,8 @@ impl Exchange {
     /// Books the request to its end, once.
     fn close(&mut self) {
         let Some(booked) = self.booked.take() else { return };
-        (self.attempt, self.listener) = (None, None);
+        (self.attempt, self.listener, self.leave) = (None, None, None);
+        self.left_for_good();
         self.tell_output();
         if let Some(told) = self.verdict.take() {
             self.fleet.decline(told);
@@ -1072,11 +1126,12 @@ fn is_clients_fault(status: StatusCode) -> bool {
     status.is_client_error() && !own.contains(&status)
 }
 
-pub(crate) fn refusal_of(refusal: &baton_policy::Refusal) -> Refusal {
+/// `back_in`: when a replica may be there again, where there is none.
+pub(crate) fn refusal_of(refusal: &baton_policy::Refusal, back_in: Duration) -> Refusal {
     match *refusal {
         baton_policy::Refusal::TooLong { prompt, limit } => Refusal::PromptTooLong { prompt, limit },
         baton_policy::Refusal::NeverFits { needed, limit, fits } => Refusal::NeverFits { needed, limit, fits },
-        baton_policy::Refusal::NoReplica => Refusal::NoReplica { retry_after: NO_REPLICA_RETRY },
+        baton_policy::Refusal::NoReplica => Refusal::NoReplica { retry_after: back_in },
         baton_policy::Refusal::Overloaded { retry_after } => Refusal::Overloaded { retry_after },
     }
 }

@@ -32,7 +32,8 @@ use crate::{
     engine::{Drain, DrainOrder, Engine, Health},
     live::Live,
     metrics::Metrics,
-    refusal::Refusal,
+    refusal::{NO_REPLICA_RETRY, Refusal},
+    retries::Retries,
     snapshot::{Former, SnapshotFile},
     speed::{Likeness, Speed, Speeds},
     tenants::{Grant, PublicPrefixes, Tenants},
@@ -45,6 +46,9 @@ const TAKEN_IN_AT_ONCE: usize = 128;
 const COPIED_AT_ONCE: usize = 1024;
 /// Between looks at all engines' models for one that nobody is known to have: clients that ask for such keep no engine busy.
 const MODELS_MISSED_EVERY: Duration = Duration::from_secs(1);
+
+/// Longest rest that an engine is given at its word.
+const REST_MAX: Duration = Duration::from_mins(5);
 
 /// Names the replica that answers.
 pub(crate) const REPLICA_HEADER: HeaderName = HeaderName::from_static("x-baton-replica");
@@ -104,6 +108,7 @@ pub(crate) struct Fleet {
     tokenizer: Option<Arc<Tokenizer>>,
     requests: Mutex<Requests>,
     speeds: Mutex<Speeds>,
+    retries: Mutex<Retries>,
     /// Told when the last request ends.
     empty: Notify,
     next_request: AtomicU64,
@@ -166,6 +171,8 @@ pub(crate) struct Wanted {
     pub(crate) config: EngineConfig,
     /// Where a source names it.
     pub(crate) found: Option<Found>,
+    /// Which one of those behind the address.
+    pub(crate) rank: Option<u32>,
 }
 
 /// An engine that a source names.
@@ -177,27 +184,39 @@ pub(crate) struct Found {
     pub(crate) draining: bool,
 }
 
-/// What makes an engine the one that it was: a source's word; else its name where it has one, else its address.
+/// What makes an engine the one that it was: a source's word; else its name where it has one, else its address; and its rank there.
 #[derive(Debug, PartialEq, Eq, Hash)]
 enum Known {
-    Found(MemberId),
+    Found(MemberId, Option<u32>),
     Name(String),
-    Address(String),
+    Address(String, Option<u32>),
 }
 
 impl Known {
-    fn of(config: &EngineConfig, member: Option<MemberId>) -> Self {
+    fn of(config: &EngineConfig, member: Option<MemberId>, rank: Option<u32>) -> Self {
         match (member, &config.name) {
-            (Some(member), _) => Self::Found(member),
+            (Some(member), _) => Self::Found(member, rank),
             (None, Some(name)) => Self::Name(name.clone()),
-            (None, None) => Self::Address(config.url.to_string()),
+            (None, None) => Self::Address(config.url.to_string(), rank),
         }
     }
 }
 
 impl From<EngineConfig> for Wanted {
     fn from(config: EngineConfig) -> Self {
-        Self { config, found: None }
+        Self { config, found: None, rank: None }
+    }
+}
+
+impl Wanted {
+    /// Each rank as an engine of its own.
+    fn by_rank(self) -> Vec<Self> {
+        let Some(ranks) = self.config.ranks() else { return vec![self] };
+        let of_rank = |rank| {
+            let config = EngineConfig { name: self.config.rank_name(rank), ..self.config.clone() };
+            Self { config, found: self.found.clone(), rank: Some(rank) }
+        };
+        (0..ranks).map(of_rank).collect()
     }
 }
 
@@ -249,6 +268,7 @@ impl Fleet {
             tokenizer: None,
             requests: Mutex::new(Requests { names_kept: policy.decisions, ..Requests::default() }),
             speeds: Mutex::default(),
+            retries: Mutex::default(),
             empty: Notify::new(),
             next_request: AtomicU64::new(1),
             incarnation,
@@ -347,6 +367,10 @@ impl Fleet {
 
     /// Chooses; [`Self::keep_books`] is to be called once the request is on its way.
     pub(crate) fn place(&self, arrival: Arrival) -> Placing {
+        // One that rests comes back when it said, and not before.
+        if *self.ready.borrow() == 0 && self.engines().iter().any(|engine| engine.rests_for(self.clock.now()).is_some()) {
+            return Placing::Now(Verdict::Refuse(baton_policy::Refusal::NoReplica));
+        }
         let matched = self.reader.matches(&arrival.keys);
         let now = self.clock.now();
         let request = arrival.request;
@@ -618,11 +642,11 @@ impl Fleet {
     /// Replaces the engines. One that is [known](Known) keeps its place, and if nothing else of it changed its state.
     pub(crate) fn set_engines(&self, wanted: impl IntoIterator<Item: Into<Wanted>>) -> EngineChanges {
         let idle_connections = self.front().idle_connections;
-        let wanted: Vec<Wanted> = wanted.into_iter().map(Into::into).collect();
+        let wanted: Vec<Wanted> = wanted.into_iter().map(Into::into).flat_map(Wanted::by_rank).collect();
         let mut engines = self.engines.write().unwrap_or_else(PoisonError::into_inner);
         let mut former = std::mem::take(&mut *engines);
         engines.resize(former.len(), None);
-        let known = |engine: &Arc<Engine>| Known::of(&engine.config, engine.member);
+        let known = |engine: &Arc<Engine>| Known::of(&engine.config, engine.member, engine.rank);
         let places: HashMap<Known, usize> =
             former.iter().enumerate().filter_map(|(place, engine)| Some((known(engine.as_ref()?), place))).collect();
         let names: HashSet<String> = wanted.iter().filter_map(|wanted| wanted.config.name.clone()).collect();
@@ -635,13 +659,13 @@ impl Fleet {
         let mut start = |place: usize, wanted: Wanted| {
             let id = ReplicaId(place as u32);
             let before = lock(&self.lives_ended).get(&id).copied().unwrap_or_default();
-            let engine = Arc::new(Engine::new(id, before, wanted.config, wanted.found, idle_connections));
+            let engine = Arc::new(Engine::new(id, before, wanted, idle_connections));
             fresh.push(engine.clone());
             engine
         };
         let mut new = Vec::new();
         for wanted in wanted {
-            let place = places.get(&Known::of(&wanted.config, wanted.found.as_ref().map(|found| found.member)));
+            let place = places.get(&Known::of(&wanted.config, wanted.found.as_ref().map(|found| found.member), wanted.rank));
             match place.and_then(|place| Some((*place, former[*place].take()?))) {
                 Some((place, engine)) if engine.config == wanted.config => {
                     engine.facts().source = wanted.found.map(|found| found.source);
@@ -734,6 +758,31 @@ impl Fleet {
         tracing::warn!(replica = %engine.name, %fault, "replica is suspect");
         self.set_unready(&engine, Health::Suspect);
         engine.probe.notify_one();
+    }
+
+    /// It asked not to be asked for so long, and so gets nothing new until then.
+    pub(crate) fn rest(&self, engine: &Engine, span: Duration) {
+        let until = self.clock.now() + span.min(REST_MAX);
+        let is_ready = {
+            let mut facts = engine.facts();
+            facts.rests_until = Some(until);
+            facts.health == Health::Ready
+        };
+        if is_ready {
+            tracing::info!(replica = %engine.name, ?span, "replica asks to be left alone");
+            self.set_unready(engine, Health::Suspect);
+        }
+    }
+
+    /// When a client may try again where no replica takes its request: when the first one that rests is back, else soon.
+    pub(crate) fn retry_after(&self) -> Duration {
+        let now = self.clock.now();
+        self.engines().iter().filter_map(|engine| engine.rests_for(now)).min().unwrap_or_default().max(NO_REPLICA_RETRY)
+    }
+
+    /// Whether a request may be tried again that an engine has refused.
+    pub(crate) fn may_retry(&self) -> bool {
+        lock(&self.retries).spend()
     }
 
     /// It answers probes and gives nobody anything.
@@ -904,6 +953,7 @@ impl Fleet {
     /// Lists a request; the guard is to be kept until its end is booked.
     pub(crate) fn admit(self: &Arc<Self>, live: Arc<Live>) -> Booked {
         let booked = Booked { fleet: self.clone(), request: live.id };
+        lock(&self.retries).earn();
         let mut requests = lock(&self.requests);
         requests.named.insert(live.client_id.clone(), live.id);
         let trace_id = live.trace.as_ref().map(|trace| trace.id.clone());

@@ -3,13 +3,14 @@
 use std::{borrow::Cow, collections::VecDeque};
 
 use baton_kv::KeyDomain;
+use baton_openai::template_arguments;
 use baton_policy::{Share, Slo};
 use baton_units::Tokens;
 use baton_wire::openai::{ErrorBody, Prompt, PublicTokens, StreamOptions};
 use bytes::Bytes;
 use http::{HeaderMap, header::CONTENT_TYPE};
 use serde::Deserialize;
-use serde_json::value::RawValue;
+use serde_json::{Value, value::RawValue};
 
 use crate::{
     body::{Edit, JsonBody},
@@ -132,6 +133,8 @@ pub(crate) struct ChatPrompt {
     pub(crate) tools: Option<Bytes>,
     pub(crate) kwargs: Option<Bytes>,
     pub(crate) add_generation_prompt: bool,
+    /// The last message goes on.
+    pub(crate) continues: bool,
     pub(crate) add_special: bool,
 }
 
@@ -266,7 +269,7 @@ impl Intake {
         (kind, takes_priority): (EngineKind, bool),
         model: &str,
         (prompt, output): (&[u32], &[u32]),
-        max_tokens: u32,
+        (max_tokens, slot): (u32, Option<u32>),
     ) -> VecDeque<Bytes> {
         let mut edits = self.common_edits(kind, takes_priority, model);
         edits.extend(NOT_OF_TOKENS.map(Edit::remove));
@@ -275,6 +278,7 @@ impl Intake {
             edits.push(Edit::set("min_tokens", &least.saturating_sub(taken)));
         }
         edits.extend(api.edits(&[prompt, output].concat(), max_tokens.saturating_sub(taken)));
+        edits.extend(slot.map(|slot| Edit::set("id_slot", &slot)));
         self.body.edited(&edits)
     }
 
@@ -347,10 +351,10 @@ fn read<T: serde::de::DeserializeOwned>(body: &JsonBody, field: &str) -> Result<
 
 /// Why a body is none, in vLLM's words.
 fn complaint(bytes: &[u8]) -> ErrorBody {
-    match baton_wire::openai::parse::<serde_json::Map<String, serde_json::Value>>(bytes) {
+    match baton_wire::openai::parse::<serde_json::Map<String, Value>>(bytes) {
         Err(error) => error,
         // An object, so its messages are no list.
-        Ok(object) if object.get("messages").is_none_or(serde_json::Value::is_null) => ErrorBody::missing_field("messages"),
+        Ok(object) if object.get("messages").is_none_or(Value::is_null) => ErrorBody::missing_field("messages"),
         Ok(_) => ErrorBody::validation("list_type", "body.messages", "Input should be a valid list"),
     }
 }
@@ -370,15 +374,30 @@ fn chat_prompt(body: &JsonBody) -> Result<ChatPrompt, Refusal> {
         return Err(Refusal::Body(ErrorBody::missing_field("messages")));
     }
     let continues = read::<bool>(body, "continue_final_message")?.unwrap_or(false);
-    // The template's own arguments are read again when it is rendered; what is wrong with them is told here.
-    read::<serde_json::Map<String, serde_json::Value>>(body, "chat_template_kwargs")?;
+    let add_generation_prompt = read(body, "add_generation_prompt")?.unwrap_or(!continues);
+    if continues && add_generation_prompt {
+        let message = "Cannot set both `continue_final_message` and `add_generation_prompt` to True.";
+        return Err(Refusal::Body(ErrorBody::bad_request(message)));
+    }
     Ok(ChatPrompt {
         messages: body.elements().collect(),
         tools: body.given("tools"),
-        kwargs: body.given("chat_template_kwargs"),
-        add_generation_prompt: read(body, "add_generation_prompt")?.unwrap_or(!continues),
+        kwargs: arguments(body)?,
+        add_generation_prompt,
+        continues,
         add_special: read(body, "add_special_tokens")?.unwrap_or(false),
     })
+}
+
+/// Arguments of the template. They are read again when it is rendered; what is wrong with them is told here.
+fn arguments(body: &JsonBody) -> Result<Option<Bytes>, Refusal> {
+    let own = read(body, "chat_template_kwargs")?;
+    let (documents, effort) = (read(body, "documents")?, read(body, "reasoning_effort")?);
+    if documents.is_none() && effort.is_none() {
+        return Ok(body.given("chat_template_kwargs"));
+    }
+    let all = template_arguments(own, documents, effort);
+    Ok((!all.is_empty()).then(|| Value::Object(all).to_string().into()))
 }
 
 fn completion_prompt(body: &JsonBody) -> Result<PromptSource, Refusal> {

@@ -29,6 +29,8 @@ use crate::{engine::BaseUrl, tls::Transport, trace::Trace};
 /// Read from an engine at once, and the bound of a head.
 const INPUT_BYTES: usize = 16 << 10;
 const HEADERS_MAX: usize = 64;
+/// Chooses who of several engines behind one address computes a request (vLLM's `get_data_parallel_rank`, SGLang's `DataParallelController`).
+pub(crate) const RANK: &str = "x-data-parallel-rank";
 /// Pieces of one write.
 const SLICES: usize = 16;
 /// How long an idle connection is kept; engines close theirs after 5 s (uvicorn) or more.
@@ -49,18 +51,21 @@ pub(crate) struct Address {
     pub(crate) uri: Uri,
     /// In front of the engine's paths.
     prefix: String,
-    /// Host, content type and the engine's own key.
+    /// Host, content type, the engine's own key and its rank.
     fixed_headers: String,
     /// With what it is spoken to over TLS.
     pub(crate) tls: Option<Arc<ClientConfig>>,
 }
 
 impl Address {
-    pub(crate) fn new(url: &BaseUrl, key: Option<&str>, tls: Option<Arc<ClientConfig>>) -> Self {
+    pub(crate) fn new(url: &BaseUrl, key: Option<&str>, rank: Option<u32>, tls: Option<Arc<ClientConfig>>) -> Self {
         let mut fixed_headers = format!("host: {}\r\ncontent-type: application/json\r\n", url.authority());
         if let Some(key) = key {
             // The configuration's check let through only what a header may hold.
             write!(fixed_headers, "authorization: Bearer {key}\r\n").expect("a string takes it");
+        }
+        if let Some(rank) = rank {
+            write!(fixed_headers, "{RANK}: {rank}\r\n").expect("a string takes it");
         }
         Self { uri: url.join("/"), prefix: url.prefix().to_owned(), fixed_headers, tls }
     }
@@ -84,6 +89,8 @@ impl Address {
 pub(crate) struct Head {
     pub(crate) status: StatusCode,
     pub(crate) content_type: Option<HeaderValue>,
+    /// When an engine that refuses wants to be asked again.
+    pub(crate) retry_after: Option<Duration>,
 }
 
 /// How the rest of a body is told from what follows it.
@@ -246,8 +253,9 @@ impl Line {
             Framing::UntilClose
         };
         let content_type = value("content-type").and_then(|value| HeaderValue::from_bytes(value).ok());
+        let retry_after = if status.is_success() { None } else { value("retry-after").and_then(seconds) };
         self.start += length;
-        Ok(Some(Head { status, content_type }))
+        Ok(Some(Head { status, content_type, retry_after }))
     }
 
     /// Reads once; 0 at the end of the stream.
@@ -303,6 +311,11 @@ impl fmt::Debug for Line {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Line").field("framing", &self.framing).field("keep_alive", &self.keep_alive).finish_non_exhaustive()
     }
+}
+
+/// `Retry-After` in seconds; a date says nothing here, since engines' clocks are their own.
+fn seconds(value: &[u8]) -> Option<Duration> {
+    std::str::from_utf8(value).ok()?.trim().parse().ok().map(Duration::from_secs)
 }
 
 fn contains_word(value: &[u8], word: &str) -> bool {

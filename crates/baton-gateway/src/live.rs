@@ -5,8 +5,9 @@ use std::sync::{
 
 use baton_units::{ReplicaId, RequestId, Time, Tokens};
 use serde::Serialize;
+use tokio::sync::oneshot;
 
-use crate::trace::Trace;
+use crate::{exchange::LeaveOrder, trace::Trace};
 
 /// A request in the gateway, for those who look at it from outside.
 #[derive(Debug)]
@@ -21,6 +22,8 @@ pub(crate) struct Live {
     pub(crate) trace: Option<Trace>,
     state: Mutex<(LiveState, Option<ReplicaId>)>,
     output: AtomicU32,
+    /// To whoever carries it, while it can be asked to leave its engine.
+    orders: Mutex<Option<oneshot::Sender<LeaveOrder>>>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -35,7 +38,8 @@ pub(crate) enum LiveState {
 
 impl Live {
     pub(crate) fn new(id: RequestId, client_id: String, model: String, arrived: Time, prompt: Tokens) -> Self {
-        Self { id, client_id, model, arrived, prompt, trace: None, state: Mutex::new((LiveState::Held, None)), output: AtomicU32::new(0) }
+        let (state, output) = (Mutex::new((LiveState::Held, None)), AtomicU32::new(0));
+        Self { id, client_id, model, arrived, prompt, trace: None, state, output, orders: Mutex::default() }
     }
 
     /// As part of its client's trace, where that names one.
@@ -54,6 +58,21 @@ impl Live {
 
     pub(crate) fn state(&self) -> (LiveState, Option<ReplicaId>) {
         *self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Orders to leave come here from now on.
+    pub(crate) fn hear_orders(&self) -> oneshot::Receiver<LeaveOrder> {
+        let (sender, orders) = oneshot::channel();
+        *self.orders.lock().unwrap_or_else(PoisonError::into_inner) = Some(sender);
+        orders
+    }
+
+    /// Has it leave its engine; gives the order back where it cannot.
+    pub(crate) fn order(&self, order: LeaveOrder) -> Result<(), LeaveOrder> {
+        match self.orders.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            Some(sender) => sender.send(order),
+            None => Err(order),
+        }
     }
 
     pub(crate) fn add_output(&self, tokens: u32) {

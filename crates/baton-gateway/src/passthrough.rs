@@ -30,7 +30,7 @@ use crate::{
     gateway::Shared,
     json::RawObject,
     priced,
-    refusal::{NO_REPLICA_RETRY, Refusal},
+    refusal::Refusal,
     reserved,
     tenants::Grant,
     upstream,
@@ -125,7 +125,7 @@ async fn pass(shared: &Arc<Shared>, head: &Parts, body: Body) -> Result<Response
     engines.retain(|engine| engine.facts().health == Health::Ready);
     engines.retain(|engine| model.as_ref().is_none_or(|model| engine.model(model).is_some()));
     if engines.is_empty() {
-        return Err(Refusal::NoReplica { retry_after: NO_REPLICA_RETRY });
+        return Err(Refusal::NoReplica { retry_after: fleet.retry_after() });
     }
     let turn = shared.turn.fetch_add(1, Ordering::Relaxed) % engines.len();
     engines.rotate_left(turn);
@@ -142,7 +142,7 @@ async fn pass(shared: &Arc<Shared>, head: &Parts, body: Body) -> Result<Response
     match last {
         Some(response) if response.status() == StatusCode::NOT_FOUND => explained(response).await,
         Some(response) => Ok(response),
-        None => Err(Refusal::NoReplica { retry_after: NO_REPLICA_RETRY }),
+        None => Err(Refusal::NoReplica { retry_after: fleet.retry_after() }),
     }
 }
 

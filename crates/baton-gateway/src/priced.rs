@@ -113,7 +113,14 @@ fn messages(system: Option<Value>, messages: Vec<Value>) -> Option<PromptSource>
         serde_json::to_vec(&message).ok().map(Bytes::from)
     };
     let messages = system.into_iter().chain(messages).map(plain).collect::<Option<Vec<_>>>()?;
-    Some(PromptSource::Chat(ChatPrompt { messages, tools: None, kwargs: None, add_generation_prompt: true, add_special: false }))
+    Some(PromptSource::Chat(ChatPrompt {
+        messages,
+        tools: None,
+        kwargs: None,
+        add_generation_prompt: true,
+        continues: false,
+        add_special: false,
+    }))
 }
 
 /// The text of content that comes in parts.
@@ -185,7 +192,7 @@ pub(crate) async fn pass(
         };
         let replica = match verdict {
             Verdict::Run(placed) => settle(fleet, id, placed),
-            Verdict::Refuse(refusal) => return last.map_or_else(|| Err(refusal_of(&refusal)), Ok),
+            Verdict::Refuse(refusal) => return last.map_or_else(|| Err(refusal_of(&refusal, fleet.retry_after())), Ok),
             Verdict::Hold => return Err(Refusal::NoReplica { retry_after: NO_REPLICA_RETRY }),
         };
         live.set(LiveState::Prefill, Some(replica));
@@ -209,7 +216,7 @@ pub(crate) async fn pass(
         excluded.push(replica);
     }
     running.end(Outcome::Failed);
-    last.ok_or(Refusal::NoReplica { retry_after: NO_REPLICA_RETRY })
+    last.ok_or_else(|| Refusal::NoReplica { retry_after: fleet.retry_after() })
 }
 
 /// What is placed with the request is not made: a copy ahead, or a prefix that travels, would need its tokens.

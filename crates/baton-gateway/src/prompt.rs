@@ -76,7 +76,7 @@ impl Tokenization {
     /// What is known of a conversation, where it can be tokenized by its messages.
     fn parts(&self, source: &PromptSource, domain: u64) -> Option<Parts> {
         match (&self.turns, source) {
-            (Some(turns), PromptSource::Chat(chat)) if !chat.add_special && !chat.messages.is_empty() => Some(turns.find(chat, domain)),
+            (Some(turns), PromptSource::Chat(chat)) if chat.is_by_turns() => Some(turns.find(chat, domain)),
             _ => None,
         }
     }
@@ -176,12 +176,22 @@ impl ChatPrompt {
     /// A chat of these messages that asks for an answer, with nothing else.
     pub(crate) fn of(messages: &[Value]) -> Self {
         let messages = messages.iter().map(|message| message.to_string().into()).collect();
-        Self { messages, tools: None, kwargs: None, add_generation_prompt: true, add_special: false }
+        Self { messages, tools: None, kwargs: None, add_generation_prompt: true, continues: false, add_special: false }
+    }
+
+    /// Each message stands for itself: none is to go on, and none is by a developer, which may become a part of the first one.
+    fn is_by_turns(&self) -> bool {
+        let has_developer = || self.messages.iter().any(|message| memchr::memmem::find(message, b"developer").is_some());
+        !self.add_special && !self.continues && !self.messages.is_empty() && !has_developer()
     }
 
     fn render(&self, text: &Tokenizer) -> Result<String, TemplateError> {
         let messages = self.messages.iter().map(|message| serde_json::from_slice(message).unwrap_or_default()).collect();
-        text.render_chat(&Value::Array(messages), self.tools().as_ref(), self.add_generation_prompt, &self.kwargs())
+        let (messages, tools, kwargs) = (Value::Array(messages), self.tools(), self.kwargs());
+        if self.continues {
+            return text.render_chat_to_continue(&messages, tools.as_ref(), &kwargs);
+        }
+        text.render_chat(&messages, tools.as_ref(), self.add_generation_prompt, &kwargs)
     }
 
     /// The messages' JSON, of which a longer conversation's begins with that of a shorter one.

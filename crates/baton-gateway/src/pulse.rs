@@ -121,7 +121,7 @@ mod tests {
     #[test]
     fn a_silence_counts_while_somebody_listens_and_from_when_they_began_to() {
         let config = EngineConfig::new("http://h:1".parse().unwrap(), EngineKind::Vllm);
-        let engine = Arc::new(Engine::new(ReplicaId(0), Incarnation(0), config, None, 1));
+        let engine = Arc::new(Engine::new(ReplicaId(0), Incarnation(0), config.into(), 1));
         let pulse = &engine.pulse;
         pulse.spoke(at(0));
         assert_eq!(pulse.silence(at(50_000)), None);

@@ -19,10 +19,7 @@ use baton_units::{Incarnation, ReplicaId};
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::{
-    engine::{BaseUrl, Engine},
-    fleet::Fleet,
-};
+use crate::{engine::Engine, fleet::Fleet};
 
 /// Between writes: what happened since the last one comes back by the engines' replay, if at all.
 const EVERY: Duration = Duration::from_secs(10);
@@ -65,7 +62,7 @@ enum FileError {
 #[derive(Debug)]
 pub(crate) struct SnapshotFile {
     path: PathBuf,
-    /// By the engines' URLs.
+    /// By the engines' [whereabouts](Engine::whereabouts).
     former: Mutex<BTreeMap<String, Arc<Former>>>,
     /// The last write failed, so the next one that does is not told of.
     failing: AtomicBool,
@@ -86,13 +83,13 @@ impl SnapshotFile {
     }
 
     /// What was known of the engine when this gateway started, until it is [settled](Self::settle).
-    pub(crate) fn former(&self, url: &BaseUrl) -> Option<Arc<Former>> {
-        self.lock().get(&url.to_string()).cloned()
+    pub(crate) fn former(&self, whereabouts: &str) -> Option<Arc<Former>> {
+        self.lock().get(whereabouts).cloned()
     }
 
     /// The engine's former entries were taken in, or are of no use: from here on what the router knows is written.
-    pub(crate) fn settle(&self, url: &BaseUrl) {
-        self.lock().remove(&url.to_string());
+    pub(crate) fn settle(&self, whereabouts: &str) {
+        self.lock().remove(whereabouts);
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Arc<Former>>> {
@@ -106,10 +103,10 @@ impl SnapshotFile {
         let replicas: Vec<ReplicaId> = engines.iter().map(|engine| engine.id).collect();
         let (mut copying, taken) = (fleet.copy_index(&replicas), SystemTime::now());
         for engine in engines {
-            let url = engine.url();
+            let whereabouts = engine.whereabouts();
             // One that has not answered yet keeps what is known of it.
-            if let Some(former) = self.former(&url).or_else(|| Former::of(&engine, &mut copying, taken).map(Arc::new)) {
-                parts.push((url.to_string(), former));
+            if let Some(former) = self.former(&whereabouts).or_else(|| Former::of(&engine, &mut copying, taken).map(Arc::new)) {
+                parts.push((whereabouts, former));
             }
         }
         match write(&self.path, &encode(&parts)) {

@@ -266,7 +266,7 @@ mod tests {
                 models: vec![model.into()],
                 ..EngineConfig::new("http://h:1".parse().unwrap(), EngineKind::Vllm)
             };
-            let engine = Engine::new(ReplicaId(0), Incarnation(0), config, None, 1);
+            let engine = Engine::new(ReplicaId(0), Incarnation(0), config.into(), 1);
             let facts = engine.facts();
             let spec = ReplicaSpec {
                 id: engine.id,

@@ -17,13 +17,14 @@ use crate::{intake::ChatPrompt, pieces::Pieces, segments::Segments};
 
 const ROLES: [&str; 4] = ["user", "assistant", "system", "tool"];
 /// Contents that templates are known to change: trimmed, stripped of thoughts, taken for something else.
-const CONTENTS: [&str; 9] = [
+const CONTENTS: [&str; 10] = [
     "no template has this in it",
     "",
     " ",
     "\n\n a \t\n",
     "<think>\nlong\n</think>\n\nshort",
     "{{ a }}{% b %}{# c #}",
+    "x-anthropic-billing-header: a\nb",
     "{\"name\": \"f\", \"arguments\": {}}",
     "caf\u{e9} \u{4f60}\u{597d}\r\n<a>&amp;'\"\\",
     "<tool_call>\n{}\n</tool_call>\n<tool_response>\nx\n</tool_response>",
@@ -266,6 +267,7 @@ mod tests {
             tools: None,
             kwargs: None,
             add_generation_prompt: opens,
+            continues: false,
             add_special: false,
         }
     }
@@ -291,7 +293,8 @@ mod tests {
     #[test]
     fn plain_messages_are_written_without_the_template() {
         let roles: Vec<&str> = TURNS.frames.iter().map(|frame| frame.role).collect();
-        assert_eq!(roles, ROLES);
+        // A line of the system's may be left out.
+        assert_eq!(roles, ["user", "assistant", "tool"]);
         assert_eq!(TURNS.framed(br#"{"content":"a\nb","role":"user"}"#).as_deref(), Some("<|im_start|>user\na\nb<|im_end|>\n"));
         for other in
             [r#"{"role":"user","content":null}"#, r#"{"role":"user","content":"a","name":"b"}"#, r#"{"role":"other","content":"a"}"#]

@@ -28,7 +28,7 @@ use tower_service::Service as _;
 use crate::{
     config::FrontConfig,
     engine::Engine,
-    line::{Address, Busy, Head, Line},
+    line::{Address, Busy, Head, Line, RANK},
     tls::{self, Transport},
 };
 
@@ -170,11 +170,14 @@ impl Upstream {
     }
 }
 
-/// A request to an engine with the engine's own key.
+/// A request to an engine with the engine's own key, at its rank.
 pub(crate) fn request(engine: &Engine, method: Method, path: &str) -> http::request::Builder {
-    let builder = Request::builder().method(method).uri(engine.url().join(path));
-    match engine.config.key() {
-        Some(key) => builder.header(header::AUTHORIZATION, format!("Bearer {key}")),
+    let mut builder = Request::builder().method(method).uri(engine.url().join(path));
+    if let Some(key) = engine.config.key() {
+        builder = builder.header(header::AUTHORIZATION, format!("Bearer {key}"));
+    }
+    match engine.rank {
+        Some(rank) => builder.header(RANK, rank),
         None => builder,
     }
 }

@@ -65,6 +65,10 @@ pub enum Input {
         epoch: Epoch,
         replica: ReplicaId,
     },
+    /// The attempt is given up while it runs well, to go on elsewhere; only where [`Session::set_resumable`] says that it can.
+    Leave {
+        epoch: Epoch,
+    },
     ClientGone,
     /// The gateway must stop and will wait no longer.
     DrainDeadline,
@@ -229,6 +233,11 @@ impl Session {
         self.resumable = resumable;
     }
 
+    /// The attempt that runs is the last one, if it fails before it has given output.
+    pub fn forbid_retry(&mut self) {
+        self.config.limits.attempts = self.register.attempts();
+    }
+
     pub fn handle(&mut self, input: Input, now: Time) {
         if self.is_ended() {
             return;
@@ -259,6 +268,7 @@ impl Session {
                 Phase::Streaming { .. } => self.phase = Phase::Streaming { silent_since: now },
                 Phase::Placing | Phase::Ended => {}
             },
+            Input::Leave { epoch } => self.leave(epoch),
             Input::Moved { epoch, replica } => self.register.move_to(epoch, replica),
             Input::ClientGone => self.end(End::Cancelled),
             Input::DrainDeadline => self.end(End::Drained),
@@ -306,6 +316,18 @@ impl Session {
             Phase::Streaming { silent_since } if now >= silent_since + stall => self.fail(Fault::Stalled(stall)),
             Phase::Placing | Phase::Starting { .. } | Phase::Streaming { .. } | Phase::Ended => {}
         }
+    }
+
+    fn leave(&mut self, epoch: Epoch) {
+        let can = self.resumable && !self.config.restartable && self.register.delivered() > 0;
+        if !can || !self.register.is_current(epoch) {
+            return;
+        }
+        let owner = self.register.release().expect("the current attempt has an owner");
+        self.actions.push_back(Action::Stop(owner));
+        self.excluded = vec![owner.replica];
+        self.phase = Phase::Placing;
+        self.actions.push_back(Action::Place { excluded: self.excluded.clone() });
     }
 
     /// Gives up an attempt that still runs.

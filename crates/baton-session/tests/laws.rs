@@ -50,6 +50,7 @@ fn event() -> impl Strategy<Value = Event> {
         1 => epoch().prop_map(|epoch| Event::Input(Input::Rejected { epoch })),
         4 => (epoch(), fault()).prop_map(|(epoch, fault)| Event::Input(Input::Failed { epoch, fault })),
         1 => Just(Event::Input(Input::ReplicaAlive)),
+        2 => epoch().prop_map(|epoch| Event::Input(Input::Leave { epoch })),
         1 => Just(Event::Input(Input::ClientGone)),
         1 => Just(Event::Input(Input::DrainDeadline)),
         3 => (1u32..5, 0u32..2, 0u32..4, 0u32..3)

@@ -40,7 +40,7 @@ pub(super) async fn migrate(State(shared): State<Arc<Shared>>, Path(id): Path<St
     if !fleet.live().iter().any(|live| live.id == request) {
         return Err(unknown());
     }
-    let (decided, told) = fleet.order_move(request, to.id).map_err(|error| Refusal::Conflict(error.to_string()))?;
+    let (reason, told) = fleet.order_move(request, to.id).map_err(|error| Refusal::Conflict(error.to_string()))?;
     // The desk tells every end of a move; without one the gateway is going.
     let records = told.await.map_err(|_| Refusal::Draining)?;
     let last = records.last().ok_or_else(|| Refusal::Conflict("the request ended before it moved".into()))?;
@@ -52,7 +52,7 @@ pub(super) async fn migrate(State(shared): State<Arc<Shared>>, Path(id): Path<St
     let most = |value: fn(&MoveRecord) -> Option<f64>| records.iter().filter_map(value).reduce(f64::max);
     Ok(Json(json!({
         "outcome": last.outcome,
-        "reason": decided.to_string(),
+        "reason": reason,
         "bytes_sent": sum(|record| record.bytes_sent),
         "blocks_already_held": sum(|record| u64::from(record.blocks_already_held)),
         "gap_ms": most(|record| record.gap_ms),

@@ -451,6 +451,12 @@ impl Desk {
         }
     }
 
+    /// Keeps a move on record that came about without its doing.
+    pub(crate) fn note(&mut self, record: MoveRecord) {
+        self.log.push(record.clone());
+        self.effects.push(Effect::Ended(record));
+    }
+
     /// The latest moves, newest first.
     pub(crate) fn moves(&self, limit: usize) -> Vec<MoveRecord> {
         self.log.latest(limit)

@@ -70,7 +70,7 @@ pub(crate) struct MoveRecord {
 
 impl MoveRecord {
     /// Of a move that begins now, of which nothing came yet; one that nobody decided goes on from its tokens.
-    pub(super) fn begun(
+    pub(crate) fn begun(
         request: RequestId,
         choice: u32,
         (from, to): (ReplicaId, ReplicaId),

@@ -1,6 +1,10 @@
 //! The loop that moves requests: what the gateway knows, told to the rule that decides, and what was decided, carried out.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 
 use baton_cost::{Link as Wire, MoveCase, MovePrice, MoveWay, StepLoad};
 use baton_policy::{
@@ -9,14 +13,20 @@ use baton_policy::{
 };
 use baton_units::{Blocks, Bytes, Priority, ReplicaId, RequestId, Time, Tokens};
 use baton_wire::migration::handshake::KvLayout;
-use tokio::sync::oneshot;
+use tokio::sync::oneshot::{self, error::TryRecvError};
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::{
     Desk, MoveOutcome, MoveRecord, NotMovable,
     link_fit::{LATENCIES, LinkFit},
 };
-use crate::{config::MovesConfig, fleet::Fleet};
+use crate::{
+    config::MovesConfig,
+    engine::Engine,
+    exchange::LeaveOrder,
+    fleet::Fleet,
+    live::{Live, LiveState},
+};
 
 /// Between looks at the fleet, as in Llumnix.
 const EVERY: Duration = Duration::from_millis(50);
@@ -35,7 +45,35 @@ pub(crate) struct Rounds {
     any_link: Option<LinkFit>,
     /// As the router was told last.
     peers: BTreeMap<ReplicaId, PeerTerms>,
+    /// Of replicas that are to be empty, whose streams leave by themselves.
+    leaves: BTreeMap<ReplicaId, Leaves>,
 }
+
+/// Streams that leave a replica one after the other.
+#[derive(Debug, Default)]
+struct Leaves {
+    /// The one on its way, and where it tells what came of it.
+    now: Option<(RequestId, oneshot::Receiver<Vec<MoveRecord>>)>,
+    /// Those that could not.
+    stayed: BTreeSet<RequestId>,
+}
+
+impl Leaves {
+    /// Whether the next one may leave.
+    fn is_free(&mut self) -> bool {
+        let Some((request, told)) = &mut self.now else { return true };
+        match told.try_recv() {
+            Err(TryRecvError::Empty) => return false,
+            Ok(records) if records.iter().any(|record| record.outcome == MoveOutcome::Stayed) => _ = self.stayed.insert(*request),
+            Ok(_) | Err(TryRecvError::Closed) => {}
+        }
+        self.now = None;
+        true
+    }
+}
+
+/// A move's reason in words, and who hears how it ended.
+pub(crate) type Ordered = (String, oneshot::Receiver<Vec<MoveRecord>>);
 
 /// Why an operator's move was not begun.
 #[derive(Debug, thiserror::Error)]
@@ -50,7 +88,7 @@ impl Rounds {
     /// Requests from `quiet_from` on are given quiet.
     pub(crate) fn new(quiet_from: Option<Priority>) -> Self {
         let mover = Mover::new(MoverConfig { quiet_from, ..MoverConfig::default() });
-        Self { mover, links: BTreeMap::new(), any_link: None, peers: BTreeMap::new() }
+        Self { mover, links: BTreeMap::new(), any_link: None, peers: BTreeMap::new(), leaves: BTreeMap::new() }
     }
 
     /// The replica's link, as its own moves showed it, else as all others' did, else as assumed of a replica with such steps.
@@ -87,6 +125,7 @@ impl Fleet {
             }
             self.tell_peers();
             self.balance(&self.moves());
+            self.leave_drained();
             self.note_drained();
         }
     }
@@ -141,10 +180,16 @@ impl Fleet {
         }
     }
 
-    /// Begins the move that an operator asks for; the receiver hears how it ended.
-    pub(crate) fn order_move(&self, request: RequestId, to: ReplicaId) -> Result<(Move, oneshot::Receiver<Vec<MoveRecord>>), NotMoved> {
+    /// Begins the move that an operator asks for; gives its reason in words, and who hears how it ended.
+    pub(crate) fn order_move(&self, request: RequestId, to: ReplicaId) -> Result<Ordered, NotMoved> {
         let now = self.clock.now();
-        self.with_desk(|desk, _| desk.check_departure(request, to))?;
+        match self.with_desk(|desk, _| desk.check_departure(request, to)) {
+            Err(NotMovable::NotCarried) => {
+                let reason = "ordered: an operator asks for it".to_owned();
+                return self.order_leave(request, to, "order", reason).ok_or_else(|| NotMovable::NotCarried.into());
+            }
+            checked => checked?,
+        }
         let facts = self.facts(now);
         let ordered = self.rounds().mover.order(&facts, request, Some(to), &|request, on| self.cached(request, on), now)?;
         // Whoever orders a move wants the KV moved, whatever is cheaper.
@@ -155,7 +200,40 @@ impl Fleet {
             self.rounds().settled(request);
             return Err(error.into());
         }
-        Ok((ordered, told))
+        Ok((ordered.to_string(), told))
+    }
+
+    /// Has a stream that is not carried leave its engine; `None` where it is none that can.
+    fn order_leave(&self, request: RequestId, to: ReplicaId, kind: &'static str, reason: String) -> Option<Ordered> {
+        let live = self.live().into_iter().find(|live| live.id == request)?;
+        let (told, hears) = oneshot::channel();
+        live.order(LeaveOrder { to, kind, reason: reason.clone(), told }).ok()?;
+        Some((reason, hears))
+    }
+
+    /// Streams of engines that are to be empty leave with the KV of their slots, one after the other.
+    fn leave_drained(&self) {
+        let engines = self.engines();
+        let (draining, others): (Vec<_>, Vec<_>) =
+            engines.into_iter().filter(|engine| engine.facts().carries_slots).partition(|engine| engine.facts().draining.is_some());
+        self.rounds().leaves.retain(|id, _| draining.iter().any(|engine| engine.id == *id));
+        for from in draining {
+            if !self.rounds().leaves.entry(from.id).or_default().is_free() {
+                continue;
+            }
+            let stayed = self.rounds().leaves.get(&from.id).map(|leaves| leaves.stayed.clone()).unwrap_or_default();
+            let is_next = |live: &Live| live.state() == (LiveState::Decode, Some(from.id)) && !stayed.contains(&live.id);
+            let Some(live) = self.live().into_iter().find(|live| is_next(live)) else { continue };
+            let free = |to: &&Arc<Engine>| has_free_slot(to) && to.numerics(&live.model) == from.numerics(&live.model);
+            let Some(to) = others.iter().filter(free).min_by_key(|to| to.slots().busy()) else { continue };
+            let ordered = self.order_leave(live.id, to.id, "drain", format!("drain: {} is to be empty", from.name));
+            if let Some(leaves) = self.rounds().leaves.get_mut(&from.id) {
+                match ordered {
+                    Some((_, told)) => leaves.now = Some((live.id, told)),
+                    None => _ = leaves.stayed.insert(live.id),
+                }
+            }
+        }
     }
 
     /// What draining the replica would take, as things are.
@@ -256,4 +334,13 @@ impl Fleet {
 
 fn bytes_per_token(layout: &KvLayout) -> f64 {
     Bytes(layout.block_bytes).as_f64() / f64::from(layout.block_size.max(1))
+}
+
+/// Whether a stream that comes to the engine runs at once.
+fn has_free_slot(engine: &Engine) -> bool {
+    let slots = {
+        let facts = engine.facts();
+        facts.spec.filter(|_| facts.takes_requests()).map_or(0, |spec| spec.max_running)
+    };
+    engine.slots().busy() < slots as usize
 }

@@ -6,7 +6,9 @@ use baton_policy::PriceWeights;
 use baton_units::ReplicaId;
 use http::HeaderValue;
 
-use super::{ConfigError, EngineConfig, Fault, FrontConfig, GatewayConfig, Isolation, PolicyConfig, TenantConfig};
+use crate::control::of_rank;
+
+use super::{ConfigError, EngineConfig, EngineKind, Fault, FrontConfig, GatewayConfig, Isolation, PolicyConfig, TenantConfig};
 
 /// A third of it, in two generations, still holds a message of a few hundred words.
 const TEXT_CACHE_BYTES_MIN: usize = 64 << 10;
@@ -112,14 +114,18 @@ impl Check {
     }
 
     fn engines(&mut self, config: &GatewayConfig) {
-        let (mut names, mut urls) = (BTreeSet::new(), BTreeSet::new());
+        let (mut names, mut urls, mut replicas) = (BTreeSet::new(), BTreeSet::new(), 0);
         for (place, engine) in config.engines.iter().enumerate() {
             let option = |name: &str| format!("engines[{place}].{name}");
             // Two engines under one name would be one in metrics, and one address twice is one engine with half of its load unseen.
-            let name = engine.name.clone().unwrap_or_else(|| ReplicaId(place as u32).to_string());
-            if !names.insert(name.clone()) {
-                self.refuse(option("name"), name, "each engine needs a name of its own");
+            for rank in 0..engine.replicas().min(REPLICAS_MAX) as u32 {
+                let own = if engine.ranks().is_some() { engine.rank_name(rank) } else { engine.name.clone() };
+                let name = own.unwrap_or_else(|| ReplicaId(replicas + rank).to_string());
+                if !names.insert(name.clone()) {
+                    self.refuse(option("name"), name, "each engine needs a name of its own");
+                }
             }
+            replicas = replicas.saturating_add(engine.replicas() as u32);
             let url = engine.url.to_string();
             if !urls.insert(url.clone()) {
                 self.refuse(option("url"), url, "an engine is named twice; leave one out");
@@ -146,14 +152,32 @@ impl Check {
             ("kv_blocks", engine.kv_blocks),
             ("max_running", engine.max_running),
             ("token_budget", engine.token_budget),
+            ("data_parallel_size", engine.data_parallel_size),
         ] {
             self.positive(option(name), value.map_or(1, u64::from));
+        }
+        if let Some(path) = engine.slot_path.as_ref().filter(|_| engine.kind != EngineKind::LlamaCpp) {
+            self.refuse(option("slot_path"), path.display(), "only llamacpp engines have slots; leave it out");
+        }
+        if let Some(ranks) = engine.ranks() {
+            if !engine.kind.has_ranks() {
+                self.refuse(option("data_parallel_size"), ranks, "only vllm and sglang engines have ranks; leave it out");
+            }
+            for (name, endpoint) in [("kv_events", &engine.kv_events), ("kv_replay", &engine.kv_replay)] {
+                if let Some(endpoint) = endpoint.as_ref().filter(|endpoint| of_rank(endpoint, ranks - 1).is_none()) {
+                    self.refuse(option(name), endpoint, "each rank publishes at the next port after this one; give tcp://HOST:PORT");
+                }
+            }
         }
     }
 
     fn discovery(&mut self, config: &GatewayConfig) {
         let mut labels = BTreeSet::new();
-        let mut replicas = config.engines.len();
+        let mut replicas: usize = config.engines.iter().fold(0, |sum, engine| sum.saturating_add(engine.replicas()));
+        if replicas > REPLICAS_MAX {
+            self.refuse("engines", replicas, "a fleet has at most 4096 replicas, each rank of an engine counted; give less");
+            return;
+        }
         for (place, source) in config.discovery.iter().enumerate() {
             let option = |name: &str| format!("discovery[{place}].{name}");
             for wrong in source.source().err().unwrap_or_default() {
@@ -168,12 +192,13 @@ impl Check {
                 self.refuse(option("every"), humantime::format_duration(every), "engines come and go within a day; give less");
             }
             self.positive(option("max_engines"), source.max_engines as u64);
-            replicas = replicas.saturating_add(source.max_engines);
+            let each = source.engine.data_parallel_size.unwrap_or(1) as usize;
+            replicas = replicas.saturating_add(source.max_engines.saturating_mul(each));
             if replicas > REPLICAS_MAX {
                 self.refuse(
                     option("max_engines"),
                     source.max_engines,
-                    "a fleet has at most 4096 replicas, configured and found; give less",
+                    "a fleet has at most 4096 replicas, configured and found, each rank of an engine counted; give less",
                 );
             }
             let nowhere = "http://engine".parse().expect("it is a URL");

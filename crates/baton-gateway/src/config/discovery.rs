@@ -82,12 +82,18 @@ pub struct EngineTemplate {
     /// As in `[[engines]]`.
     #[serde(default)]
     pub token_budget: Option<u32>,
+    /// As in `[[engines]]`.
+    #[serde(default)]
+    pub data_parallel_size: Option<u32>,
     /// As in `[[engines]]`; `*` for the host stands for each engine's own.
     #[serde(default)]
     pub kv_events: Option<String>,
     /// As in `[[engines]]`; `*` for the host stands for each engine's own.
     #[serde(default)]
     pub kv_replay: Option<String>,
+    /// As in `[[engines]]`.
+    #[serde(default)]
+    pub slot_path: Option<PathBuf>,
     /// As in `[[engines]]`.
     #[serde(default)]
     pub priorities: Option<bool>,
@@ -288,8 +294,10 @@ impl EngineTemplate {
             kv_blocks: own.kv_blocks.or(self.kv_blocks),
             max_running: own.max_running.or(self.max_running),
             token_budget: own.token_budget.or(self.token_budget),
+            data_parallel_size: own.data_parallel_size.or(self.data_parallel_size),
             kv_events: own.kv_events.or_else(|| self.kv_events.clone()),
             kv_replay: own.kv_replay.or_else(|| self.kv_replay.clone()),
+            slot_path: own.slot_path.or_else(|| self.slot_path.clone()),
             priorities: own.priorities.or(self.priorities),
             group: own.group.or_else(|| self.group.clone()),
             numerics: own.numerics.or_else(|| self.numerics.clone()),

@@ -14,7 +14,7 @@ use super::{
 const COLUMNS: usize = 110;
 
 /// Values that are no default, for options without one.
-const EXAMPLES: [(&str, &str); 63] = [
+const EXAMPLES: [(&str, &str); 67] = [
     ("gateway.admin_bind", "\"127.0.0.1:8081\""),
     ("gateway.admin_key", "{ env = \"BATON_ADMIN_KEY\" }"),
     ("gateway.salt_secret", "{ env = \"BATON_SALT_SECRET\" }"),
@@ -32,8 +32,10 @@ const EXAMPLES: [(&str, &str); 63] = [
     ("engines.kv_blocks", "8192"),
     ("engines.max_running", "256"),
     ("engines.token_budget", "2048"),
+    ("engines.data_parallel_size", "2"),
     ("engines.kv_events", "\"tcp://127.0.0.1:5557\""),
     ("engines.kv_replay", "\"tcp://127.0.0.1:5558\""),
+    ("engines.slot_path", "\"/var/lib/llama/slots\""),
     ("engines.priorities", "false"),
     ("engines.group", "\"rack-a-h100\""),
     ("engines.numerics", "\"llama-3-8b bf16 h100\""),
@@ -61,8 +63,10 @@ const EXAMPLES: [(&str, &str); 63] = [
     ("discovery.engine.kv_blocks", "8192"),
     ("discovery.engine.max_running", "256"),
     ("discovery.engine.token_budget", "2048"),
+    ("discovery.engine.data_parallel_size", "2"),
     ("discovery.engine.kv_events", "\"tcp://*:5557\""),
     ("discovery.engine.kv_replay", "\"tcp://*:5558\""),
+    ("discovery.engine.slot_path", "\"/var/lib/llama/slots\""),
     ("discovery.engine.priorities", "false"),
     ("discovery.engine.group", "\"rack-a-h100\""),
     ("discovery.engine.numerics", "\"llama-3-8b bf16 h100\""),

@@ -202,8 +202,8 @@ fn every_example_of_the_skeleton_is_valid() {
     let (text, _) = skeleton.split_once("\n# [[discovery]]\n").unwrap();
     let text: Vec<String> = text
         .lines()
-        // It names a file that is read with the configuration.
-        .filter(|line| !line.starts_with("# ca = "))
+        // The one names a file that is read with the configuration, the other is for another kind of engine.
+        .filter(|line| !line.starts_with("# ca = ") && !line.starts_with("# slot_path = "))
         .map(|line| {
             let is_name = |name: &str| name.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_');
             let is_example = |text: &&str| text.starts_with('[') || text.split_once(" = ").is_some_and(|(name, _)| is_name(name));
@@ -233,7 +233,7 @@ fn source(options: &str) -> String {
 #[test]
 fn every_example_of_a_source_is_valid_for_its_type() {
     let (of_source, of_engine) = (examples("[[discovery]]"), examples("[discovery.engine]"));
-    assert_eq!((of_source.len(), of_engine.len()), (13, 13));
+    assert_eq!((of_source.len(), of_engine.len()), (13, 15));
     for (of, options) in [
         ("dns", &["name", "port"][..]),
         ("file", &["path"]),
@@ -243,7 +243,9 @@ fn every_example_of_a_source_is_valid_for_its_type() {
         let options = options.iter().chain(&["every", "max_engines"]);
         let value = |name: &str| &of_source.iter().find(|(known, _)| known == name).unwrap().1;
         let options: Vec<String> = options.map(|name| format!("{name} = {}", value(name))).collect();
-        let engine: Vec<String> = of_engine.iter().map(|(name, value)| format!("{name} = {value}")).collect();
+        // The example is of another kind of engine.
+        let of_kind = of_engine.iter().filter(|(name, _)| name != "slot_path");
+        let engine: Vec<String> = of_kind.map(|(name, value)| format!("{name} = {value}")).collect();
         let text = format!("[[discovery]]\ntype = \"{of}\"\n{}\n[discovery.engine]\n{}\n", options.join("\n"), engine.join("\n"));
         let config = GatewayConfig::from_toml(&text.replace("VLLM_API_KEY", "PATH")).unwrap();
         assert!(config.discovery[0].source().is_ok() && config.discovery[0].engine.key.is_some());
@@ -285,6 +287,23 @@ fn a_source_needs_what_it_looks_for_and_nothing_else() {
 }
 
 #[test]
+fn ranks_are_replicas_with_names_and_ports_of_their_own() {
+    let engine = |options: &str| format!("[[engines]]\nurl = \"http://a:1\"\nkind = \"vllm\"\n{options}\n");
+    let two = engine("name = \"a\"\ndata_parallel_size = 2\nkv_events = \"tcp://*:5557\"");
+    assert_eq!(GatewayConfig::from_toml(&two).unwrap().engines[0].replicas(), 2);
+    let other = "[[engines]]\nurl = \"http://b:1\"\nkind = \"vllm\"\nname = \"a-dp1\"\n";
+    assert!(error(&(two + other)).contains("engines[1].name = a-dp1: each engine needs a name of its own"));
+    let told = |options: &str| error(&engine(options));
+    assert!(told("data_parallel_size = 0").contains("data_parallel_size = 0: must be at least 1"));
+    assert!(told("data_parallel_size = 5000").contains("a fleet has at most 4096 replicas"));
+    assert!(told("data_parallel_size = 2\nkv_events = \"ipc://a\"").contains("give tcp://HOST:PORT"));
+    let llamacpp = engine("data_parallel_size = 2").replace("vllm", "llamacpp");
+    assert!(error(&llamacpp).contains("only vllm and sglang engines have ranks"));
+    let sources = "data_parallel_size = 8".to_owned();
+    assert!(error(&source(&format!("type = \"file\"\npath = \"/a\"\nengine.{sources}"))).contains("each rank of an engine counted"));
+}
+
+#[test]
 fn the_published_reference_is_that_of_the_types() {
     let page = include_str!("../../../../docs/configuration.md");
     assert!(page == reference(), "`cargo run -p baton -- check-config --reference > docs/configuration.md` makes it anew");
@@ -295,13 +314,14 @@ fn table_of_engines() -> String {
     use crate::{config::EngineKind, intake::Api};
     const KINDS: [EngineKind; 5] = [EngineKind::Baton, EngineKind::Vllm, EngineKind::Sglang, EngineKind::LlamaCpp, EngineKind::OpenAi];
     type Shows = fn(EngineKind) -> bool;
-    let rows: [(&str, Shows); 7] = [
+    let rows: [(&str, Shows); 8] = [
         ("token ids in streams of chats", |kind| kind.gives_token_ids(Api::Chat)),
         ("token ids in streams of completions", |kind| kind.gives_token_ids(Api::Completions)),
         ("computes from token ids, so that it can go on with streams", |kind| kind.token_api().is_some()),
         ("an answer in one piece is streamed and put together here, and may begin anew", EngineKind::streams_fully),
         ("usage with each stream", EngineKind::gives_usage),
         ("cache salts, so that tenants may be kept apart", EngineKind::takes_salt),
+        ("several ranks behind one address, each a replica here", EngineKind::has_ranks),
         ("tells its speed; that of others is fitted to first tokens", EngineKind::reports_steps),
     ];
     let line = |cells: Vec<&str>| format!("| {} |\n", cells.join(" | "));

@@ -72,6 +72,13 @@ fn reachable(endpoint: &str, host: &str) -> String {
     wildcard_port(endpoint).map_or_else(|| endpoint.to_owned(), |port| format!("tcp://{host}:{port}"))
 }
 
+/// Where the rank publishes of an engine whose first one does so here: vLLM and SGLang add the rank to the port.
+pub(crate) fn of_rank(endpoint: &str, rank: u32) -> Option<String> {
+    let (host, port) = endpoint.strip_prefix("tcp://")?.rsplit_once(':')?;
+    let port = port.parse::<u16>().ok()?.checked_add(u16::try_from(rank).ok()?)?;
+    Some(format!("tcp://{host}:{port}"))
+}
+
 fn wildcard_port(endpoint: &str) -> Option<&str> {
     let (host, port) = endpoint.strip_prefix("tcp://")?.rsplit_once(':')?;
     matches!(host, "*" | "0.0.0.0" | "[::]" | "::").then_some(port)
@@ -196,5 +203,12 @@ mod tests {
         assert_eq!(address("tcp://127.0.0.1:5560", "10.0.0.5", false), connect("tcp://127.0.0.1:5560"));
         assert_eq!(address("ipc://events.sock", "10.0.0.5", true), connect("ipc://events.sock"));
         assert_eq!(reachable("tcp://[::]:5558", "h"), "tcp://h:5558");
+    }
+
+    #[test]
+    fn each_rank_publishes_at_a_port_of_its_own() {
+        assert_eq!(of_rank("tcp://*:5557", 0).as_deref(), Some("tcp://*:5557"));
+        assert_eq!(of_rank("tcp://[::1]:5557", 3).as_deref(), Some("tcp://[::1]:5560"));
+        assert_eq!(["tcp://*:65535", "tcp://*", "ipc://events.sock"].map(|endpoint| of_rank(endpoint, 1)), [None, None, None]);
     }
 }

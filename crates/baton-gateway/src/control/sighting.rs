@@ -13,7 +13,7 @@ use bytes::Bytes;
 use http::Method;
 use serde::Deserialize;
 
-use super::prometheus;
+use super::{kv_events::of_rank, prometheus::Page};
 use crate::{
     carry::link::Destination,
     config::EngineKind,
@@ -54,18 +54,19 @@ pub(super) async fn probe(upstream: &Upstream, engine: &Engine, timeout: Duratio
         EngineKind::Vllm => {
             // /metrics answers even when the engine core is dead.
             get("/health").await?;
-            Ok(Sighting::of_vllm(&String::from_utf8_lossy(&get("/metrics").await?)))
+            let page = get("/metrics").await?;
+            Ok(Sighting::of_vllm(Page::of_rank(&String::from_utf8_lossy(&page), "engine", engine.rank)))
         }
         EngineKind::Sglang => {
             get("/health").await?;
             let page = get("/metrics").await.unwrap_or_default();
-            Ok(Sighting::of_sglang(&String::from_utf8_lossy(&page)))
+            Ok(Sighting::of_sglang(Page::of_rank(&String::from_utf8_lossy(&page), "dp_rank", engine.rank)))
         }
         EngineKind::LlamaCpp => {
             get("/health").await?;
             let props = get("/props").await.ok().and_then(|props| read(&props).ok()).unwrap_or_default();
             let page = get("/metrics").await.unwrap_or_default();
-            Ok(Sighting::of_llamacpp(&props, &String::from_utf8_lossy(&page)))
+            Ok(Sighting::of_llamacpp(&props, Page::new(&String::from_utf8_lossy(&page))))
         }
         EngineKind::OpenAi => get("/v1/models").await.map(|_| Sighting::default()),
     }
@@ -108,7 +109,8 @@ pub(super) async fn migration(upstream: &Upstream, engine: &Engine, timeout: Dur
         incarnation: u64,
         migration: Option<MigrationSource>,
     }
-    if engine.config.kind != EngineKind::Vllm {
+    // What runs beside it has one address for all ranks.
+    if engine.config.kind != EngineKind::Vllm || engine.rank.is_some() {
         return Ok(None);
     }
     let beside: Beside = match get(upstream, engine, "/baton/v1/replica", timeout).await {
@@ -122,15 +124,18 @@ pub(super) async fn migration(upstream: &Upstream, engine: &Engine, timeout: Dur
 
 /// Where an engine publishes its KV events: as configured, else as vLLM tells.
 pub(super) async fn kv_source(upstream: &Upstream, engine: &Engine, timeout: Duration) -> Option<KvEventSource> {
+    let rank = engine.rank.unwrap_or(0);
     if let Some(endpoint) = &engine.config.kv_events {
-        return Some(KvEventSource { endpoint: endpoint.clone(), replay_endpoint: engine.config.kv_replay.clone(), topic: String::new() });
+        let of_rank = |endpoint: &String| if rank == 0 { Some(endpoint.clone()) } else { of_rank(endpoint, rank) };
+        let replay_endpoint = engine.config.kv_replay.as_ref().and_then(of_rank);
+        return Some(KvEventSource { endpoint: of_rank(endpoint)?, replay_endpoint, topic: String::new() });
     }
     if engine.config.kind != EngineKind::Vllm {
         return None;
     }
     // Absent in older releases and where events are off: then the router's own ledger has to do.
     let body = get(upstream, engine, "/kv_event_sources", timeout).await.ok()?;
-    vllm_source(&body)
+    vllm_source(&body, rank)
 }
 
 async fn get(upstream: &Upstream, engine: &Engine, path: &str, timeout: Duration) -> Result<Bytes, FetchError> {
@@ -141,7 +146,7 @@ fn read<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T, FetchError> {
     serde_json::from_slice(body).map_err(|error| FetchError::Unreadable(error.to_string()))
 }
 
-fn vllm_source(body: &[u8]) -> Option<KvEventSource> {
+fn vllm_source(body: &[u8], rank: u32) -> Option<KvEventSource> {
     #[derive(Deserialize)]
     struct Source {
         endpoint: Option<String>,
@@ -151,9 +156,9 @@ fn vllm_source(body: &[u8]) -> Option<KvEventSource> {
         #[serde(default)]
         enable_kv_cache_events: bool,
     }
-    // By data-parallel rank; the index follows one stream, so an engine with several ranks is followed by its first.
-    let sources: BTreeMap<String, Source> = serde_json::from_slice(body).ok()?;
-    let source = sources.into_values().find(|source| source.enable_kv_cache_events)?;
+    // By data-parallel rank.
+    let mut sources: BTreeMap<String, Source> = serde_json::from_slice(body).ok()?;
+    let source = sources.remove(&rank.to_string()).filter(|source| source.enable_kv_cache_events)?;
     Some(KvEventSource { endpoint: source.endpoint?, replay_endpoint: source.replay_endpoint, topic: source.topic })
 }
 
@@ -203,13 +208,13 @@ impl Sighting {
         }
     }
 
-    fn of_vllm(page: &str) -> Self {
-        let count = |name| prometheus::sum(page, name).map(|value| value as u32);
-        let info = |label| prometheus::label(page, "vllm:cache_config_info", label).and_then(|value| value.parse::<u32>().ok());
+    fn of_vllm(page: Page<'_>) -> Self {
+        let count = |name| page.sum(name).map(|value| value as u32);
+        let info = |label| page.label("vllm:cache_config_info", label).and_then(|value| value.parse::<u32>().ok());
         let kv_blocks = info("num_gpu_blocks");
-        let used = prometheus::sum(page, "vllm:kv_cache_usage_perc");
+        let used = page.sum("vllm:kv_cache_usage_perc");
         Self {
-            mark: prometheus::sum(page, "process_start_time_seconds").map(f64::to_bits),
+            mark: page.sum("process_start_time_seconds").map(f64::to_bits),
             block_size: info("block_size"),
             kv_blocks,
             kv_blocks_free: kv_blocks.zip(used).map(|(blocks, used)| (f64::from(blocks) * (1.0 - used)) as u32),
@@ -219,13 +224,13 @@ impl Sighting {
         }
     }
 
-    fn of_sglang(page: &str) -> Self {
-        let count = |name| prometheus::sum(page, name).map(|value| value as u32);
-        let info = |label| prometheus::label(page, "sglang:cache_config_info", label).and_then(|value| value.parse::<u32>().ok());
+    fn of_sglang(page: Page<'_>) -> Self {
+        let count = |name| page.sum(name).map(|value| value as u32);
+        let info = |label| page.label("sglang:cache_config_info", label).and_then(|value| value.parse::<u32>().ok());
         let kv_blocks = info("num_pages");
-        let used = prometheus::sum(page, "sglang:token_usage");
+        let used = page.sum("sglang:token_usage");
         Self {
-            mark: prometheus::sum(page, "process_start_time_seconds").map(f64::to_bits),
+            mark: page.sum("process_start_time_seconds").map(f64::to_bits),
             block_size: info("page_size"),
             kv_blocks,
             kv_blocks_free: kv_blocks.zip(used).map(|(blocks, used)| (f64::from(blocks) * (1.0 - used)) as u32),
@@ -235,8 +240,8 @@ impl Sighting {
         }
     }
 
-    fn of_llamacpp(props: &LlamaProps, page: &str) -> Self {
-        let count = |name| prometheus::sum(page, name).map(|value| value as u32);
+    fn of_llamacpp(props: &LlamaProps, page: Page<'_>) -> Self {
+        let count = |name| page.sum(name).map(|value| value as u32);
         Self {
             max_model_len: props.default_generation_settings.n_ctx,
             max_running: props.total_slots,
@@ -286,7 +291,7 @@ mod tests {
 
     #[test]
     fn a_vllm_server_shows_its_blocks_and_its_life() {
-        let sighting = Sighting::of_vllm(include_str!("../../tests/fixtures/metrics-fresh.txt"));
+        let sighting = Sighting::of_vllm(Page::new(include_str!("../../tests/fixtures/metrics-fresh.txt")));
         assert_eq!((sighting.block_size, sighting.kv_blocks, sighting.kv_blocks_free), (Some(32), Some(128), Some(128)));
         assert!(sighting.mark.is_some());
         let load = sighting.load(Time(5)).unwrap();
@@ -298,7 +303,7 @@ mod tests {
         let mut config = crate::config::EngineConfig::new("http://h:1".parse().unwrap(), EngineKind::OpenAi);
         config.max_model_len = Some(4096);
         config.kv_blocks = Some(77);
-        let engine = Engine::new(baton_units::ReplicaId(3), Incarnation(0), config, None, 1);
+        let engine = Engine::new(baton_units::ReplicaId(3), Incarnation(0), config.into(), 1);
         let spec = Sighting::default().spec(&engine, &engine.facts(), Incarnation(2));
         assert_eq!((spec.max_model_len, spec.kv_blocks, spec.incarnation), (Tokens(4096), Blocks(77), Incarnation(2)));
         assert_eq!(Sighting::default().load(Time::ZERO), None);
@@ -307,17 +312,20 @@ mod tests {
     #[test]
     fn vllm_tells_where_its_events_are() {
         let recorded = include_str!("../../tests/fixtures/kv-event-sources.resp");
-        let source = vllm_source(recorded.split_once("\r\n\r\n").unwrap().1.as_bytes()).unwrap();
+        let source = vllm_source(recorded.split_once("\r\n\r\n").unwrap().1.as_bytes(), 0).unwrap();
         assert_eq!(source.endpoint, "ipc://v1-events.sock");
         assert_eq!(source.replay_endpoint.as_deref(), Some("tcp://127.0.0.1:5558"));
         assert_eq!(source.topic, "kv@smollm2");
+        let two = br#"{"0":{"enable_kv_cache_events":true,"endpoint":"tcp://*:5557"},"1":{"enable_kv_cache_events":true,"endpoint":"tcp://*:5558"}}"#;
+        assert_eq!(vllm_source(two, 1).unwrap().endpoint, "tcp://*:5558");
+        assert_eq!(vllm_source(two, 2), None);
     }
 
     #[test]
     fn llamacpp_shows_slots_and_their_context() {
         let props: LlamaProps =
             serde_json::from_str(r#"{"default_generation_settings":{"params":{},"n_ctx":4096},"total_slots":2}"#).unwrap();
-        let sighting = Sighting::of_llamacpp(&props, "llamacpp:requests_processing 1\nllamacpp:requests_deferred 0\n");
+        let sighting = Sighting::of_llamacpp(&props, Page::new("llamacpp:requests_processing 1\nllamacpp:requests_deferred 0\n"));
         assert_eq!((sighting.max_model_len, sighting.max_running, sighting.running), (Some(4096), Some(2), Some(1)));
         assert_eq!(sighting.kv_blocks, Some(512));
         let recorded = include_str!("../../tests/fixtures/llamacpp-props.resp").split_once("\r\n\r\n").unwrap().1;

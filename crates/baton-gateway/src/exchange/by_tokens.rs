@@ -17,6 +17,7 @@ use crate::{
     engine::{Agreement, Engine},
     intake::Api,
     reserved,
+    slots::Slot,
     token_api::{TokenEvent, TokenReader},
     upstream::{Attempt, Expect},
 };
@@ -40,9 +41,17 @@ pub(super) struct ByTokens {
     /// Next output index, of the only choice.
     pub(super) next: BTreeMap<u32, u32>,
     reader: TokenReader,
+    /// Of an engine whose slots travel.
+    pub(super) slot: Option<Slot>,
     /// The stream began here.
     begins: bool,
     rest: Rest,
+}
+
+impl Rest {
+    pub(super) fn output(&self) -> &[u32] {
+        &self.output
+    }
 }
 
 impl Exchange {
@@ -191,7 +200,10 @@ impl Exchange {
         let live = &self.admitted.live;
         let takes_priority = reserved::takes_priority(kind, engine.config.priorities);
         let so_far = (self.admitted.chain.prompt(), &rest.output[..]);
-        let mut request = self.admitted.intake.tokens_body(api, (kind, takes_priority), &live.model, so_far, rest.max_tokens);
+        let carried = self.leaving.as_mut().and_then(|leaving| leaving.target.take());
+        let slot = carried.or_else(|| Slot::take(&engine, &[so_far.0, so_far.1].concat()));
+        let number = slot.as_ref().map(|slot| slot.number);
+        let mut request = self.admitted.intake.tokens_body(api, (kind, takes_priority), &live.model, so_far, (rest.max_tokens, number));
         let length = request.iter().map(Bytes::len).sum();
         let request_id = self.fleet.upstream_id(live.id, owner.epoch.0);
         request.push_front(engine.lines.address().head(api.path(), &request_id, live.trace.as_ref(), length));
@@ -200,8 +212,9 @@ impl Exchange {
         let next = BTreeMap::from([(0, rest.output.len() as u32)]);
         // Of one that goes on, the time to the first token says nothing of a prefill that a decision was about.
         self.alone = begins && engine.lines.busy() == 1;
-        let by_tokens = ByTokens { attempt, death, next, reader: api.reader(text), begins, rest };
+        let by_tokens = ByTokens { attempt, death, next, reader: api.reader(text), slot, begins, rest };
         self.attempt = Some(Running { engine, epoch: owner.epoch, way: Way::ByTokens(Box::new(by_tokens)) });
+        self.hear_orders();
     }
 
     /// An event of an engine that computes by tokens.
@@ -231,6 +244,9 @@ impl Exchange {
             return;
         }
         let Some(Running { epoch, way: Way::ByTokens(by_tokens), .. }) = &mut self.attempt else { return };
+        if let Some(slot) = &mut by_tokens.slot {
+            slot.extend(&ids);
+        }
         let (epoch, rest) = (*epoch, &mut by_tokens.rest);
         rest.output.extend_from_slice(&ids);
         let tokens = ids.into_iter().map(|id| OutputEntry::Token { id, logprobs: None });

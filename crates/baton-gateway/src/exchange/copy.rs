@@ -9,6 +9,7 @@ use baton_units::{Blocks, ReplicaId, Tokens};
 use baton_wire::{migration::RunRequest, openai::PublicTokens};
 use bytes::Bytes;
 use http::StatusCode;
+use serde::Serialize;
 use tokio::{sync::oneshot, time::timeout};
 
 use super::Admitted;
@@ -129,18 +130,34 @@ async fn take_over(fleet: Arc<Fleet>, copy: PrefixCopy, number: u64, told: onesh
     fleet.finished(copy.request, if done { Outcome::Finished } else { Outcome::Failed }, None);
 }
 
+/// As much of a completion as leaves its prompt's blocks in a cache.
+#[derive(Serialize)]
+struct OneToken<'a> {
+    model: &'a str,
+    prompt: &'a [u32],
+    max_tokens: u32,
+    temperature: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cache_salt: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cache_public: Option<PublicTokens>,
+}
+
 fn start(fleet: &Fleet, admitted: &Admitted, copy: &PrefixCopy) -> Option<Attempt> {
     let engine = fleet.engine(copy.to).filter(|engine| engine.config.kind.token_api() == Some(TokenApi::Completions))?;
     let prefix = admitted.chain.tokens().get(..prefix(admitted, copy)?.0 as usize)?;
-    let mut body = serde_json::json!({ "model": admitted.live.model, "prompt": prefix, "max_tokens": 1, "temperature": 0 });
-    if let Some(salt) = &admitted.intake.salt {
-        body["cache_salt"] = salt.as_str().into();
-        let public = (admitted.chain.public().0 as usize).min(prefix.len());
-        if engine.config.kind.takes_public() && public > 0 {
-            body["cache_public"] = serde_json::json!(PublicTokens::new(&prefix[..public]));
-        }
-    }
-    let body = Bytes::from(body.to_string());
+    let public = (admitted.chain.public().0 as usize).min(prefix.len());
+    let salt = admitted.intake.salt.as_deref();
+    let takes_public = salt.is_some() && engine.config.kind.takes_public() && public > 0;
+    let body = OneToken {
+        model: &admitted.live.model,
+        prompt: prefix,
+        max_tokens: 1,
+        temperature: 0,
+        cache_salt: salt,
+        cache_public: takes_public.then(|| PublicTokens::new(&prefix[..public])),
+    };
+    let body = Bytes::from(serde_json::to_vec(&body).ok()?);
     let head = engine.lines.address().head(Api::Completions.path(), &fleet.upstream_id(copy.request, 1), None, body.len());
     Some(fleet.upstream.start(&engine, VecDeque::from([head, body]), Expect::Whole))
 }

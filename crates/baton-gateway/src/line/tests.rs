@@ -9,7 +9,7 @@ use tokio::{
 use super::*;
 
 fn address() -> Address {
-    Address::new(&"http://127.0.0.1:1/v2".parse().unwrap(), Some("key"), None)
+    Address::new(&"http://127.0.0.1:1/v2".parse().unwrap(), Some("key"), None, None)
 }
 
 /// A line and the engine's end of it.

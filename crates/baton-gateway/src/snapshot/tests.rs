@@ -116,10 +116,10 @@ fn entries_come_back_and_are_written_again_before_their_engine_answers() {
 
     let (fleet, engine) = fleet(&folder);
     let file = fleet.snapshot.as_ref().unwrap();
-    let former = file.former(&engine.url()).unwrap();
+    let former = file.former(&engine.whereabouts()).unwrap();
     assert_eq!((former.life, former.mark), (Incarnation(5), 42));
     fleet.engine_ready(spec(5), Some(&former));
-    file.settle(&engine.url());
+    file.settle(&engine.whereabouts());
     fleet.with_router(|router, now| router.take_in(ReplicaId(0), usize::MAX, now));
     assert_eq!(held(&fleet), 8);
     fleet.peek_router(|router, _| assert!(router.index().doubtful(ReplicaId(0)) && router.index().next_sequence(ReplicaId(0)) == 2));

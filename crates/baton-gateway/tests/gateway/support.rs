@@ -70,6 +70,8 @@ pub(crate) struct FakeEngine {
     pub(crate) models: Arc<Mutex<String>>,
     /// Body of `/kv_event_sources`; 404 while empty.
     pub(crate) kv_sources: Arc<Mutex<String>>,
+    /// Body of `/metrics`.
+    pub(crate) metrics: Arc<Mutex<String>>,
     /// Body of `/baton/v1/replica`, for an engine that is configured as Baton's own.
     pub(crate) report: Arc<Mutex<String>>,
     /// Body of llama.cpp's `/props`; 404 while empty.
@@ -91,6 +93,7 @@ struct Pages {
     asked: Arc<Notify>,
     models: Arc<Mutex<String>>,
     kv_sources: Arc<Mutex<String>>,
+    metrics: Arc<Mutex<String>>,
     report: Arc<Mutex<String>>,
 }
 
@@ -126,12 +129,13 @@ impl FakeEngine {
             asked: Arc::default(),
             models: Arc::default(),
             kv_sources: Arc::default(),
+            metrics: Arc::new(Mutex::new(METRICS.to_owned())),
             report: Arc::default(),
         };
         *pages.models.lock().unwrap() = String::from_utf8(recorded(include_str!("../fixtures/models.resp")).1).unwrap();
         let server = tokio::spawn(serve(listener, tell, pages.clone()));
-        let Pages { props, tokenizes, models, kv_sources, report, computes, asked } = pages;
-        Self { url, calls, server, models, kv_sources, report, props, tokenizes, computes, asked }
+        let Pages { props, tokenizes, models, kv_sources, metrics, report, computes, asked } = pages;
+        Self { url, calls, server, models, kv_sources, metrics, report, props, tokenizes, computes, asked }
     }
 
     pub(crate) fn config(&self) -> EngineConfig {
@@ -200,7 +204,7 @@ async fn answer(
     let path = request.uri().path().to_owned();
     match path.as_str() {
         "/health" => return Ok(whole(200, "")),
-        "/metrics" => return Ok(whole(200, METRICS)),
+        "/metrics" => return Ok(page(&pages.metrics)),
         "/version" => return Ok(whole(200, r#"{"version":"0.32.0"}"#)),
         "/v1/models" => return Ok(whole(200, &pages.models.lock().unwrap())),
         "/kv_event_sources" => return Ok(page(&pages.kv_sources)),
@@ -213,8 +217,9 @@ async fn answer(
         _ => {}
     }
     let headers = request.headers().clone();
-    // What the gateway asks for itself after failures.
-    if headers.get("x-request-id").is_some_and(|id| id == "baton-probe") {
+    // What the gateway asks for itself after failures; how slots are tried out is the test's to say.
+    let tries_slots = path == "/completion" || path.starts_with("/slots/");
+    if !tries_slots && headers.get("x-request-id").is_some_and(|id| id == "baton-probe") {
         let computes = pages.computes.load(Ordering::Relaxed);
         pages.asked.notify_one();
         return Ok(whole(if computes { 200 } else { 503 }, "{}"));
@@ -253,6 +258,13 @@ impl Call {
     pub(crate) fn reply(self, status: u16, body: &[u8]) {
         // A gateway that has given up the request takes no answer.
         _ = self.answer.send(whole(status, std::str::from_utf8(body).unwrap()));
+    }
+
+    /// Refuses, and asks for so many seconds of rest.
+    pub(crate) fn ask_for_rest(self, status: u16, seconds: u64) {
+        let mut response = whole(status, r#"{"error":{"message":"slow down","type":"rate_limit","code":429}}"#);
+        response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
+        _ = self.answer.send(response);
     }
 
     /// Closes the connection without an answer.

@@ -102,6 +102,31 @@ fn a_client_that_leaves_stops_the_engine() {
 }
 
 #[test]
+fn an_attempt_that_leaves_is_stopped_and_goes_on_elsewhere_without_blame() {
+    let mut session = running(CONFIG);
+    session.offer(Epoch(1), 0, 0, 5, Time(1));
+    session.handle(Input::Leave { epoch: Epoch(1) }, Time(2));
+    assert_eq!(drain(&mut session), [], "nobody could go on with it");
+    session.set_resumable(true);
+    session.handle(Input::Leave { epoch: Epoch(7) }, Time(3));
+    assert_eq!(drain(&mut session), []);
+    session.handle(Input::Leave { epoch: Epoch(1) }, Time(4));
+    assert_eq!(drain(&mut session), [Action::Stop(owner(0, 1)), Action::Place { excluded: vec![ReplicaId(0)] }]);
+    session.handle(placed(1), Time(5));
+    assert_eq!(drain(&mut session), [Action::Start(owner(1, 2))]);
+    assert_eq!(session.offer(Epoch(2), 0, 5, 1, Time(6)), Offer::Deliver { skip: 0 });
+    assert_eq!(session.offer(Epoch(1), 0, 5, 1, Time(7)), Offer::Drop);
+}
+
+#[test]
+fn a_retry_that_is_forbidden_ends_the_request() {
+    let mut session = running(CONFIG);
+    session.forbid_retry();
+    session.handle(Input::Failed { epoch: Epoch(1), fault: Fault::Status(429) }, Time(1));
+    assert_eq!(drain(&mut session).last(), Some(&Action::End(End::Exhausted(Fault::Status(429)))));
+}
+
+#[test]
 fn attempts_are_bounded_and_the_last_fault_is_told() {
     let mut session = Session::new(SessionConfig { limits: Limits { attempts: 2, ..LIMITS }, ..CONFIG }, Time::ZERO);
     for replica in 0..2 {
