@@ -73,9 +73,9 @@ impl Slots {
 }
 
 impl Slot {
-    /// One for a stream of these tokens so far. `None` where the engine chooses by itself: where its slots do not travel, where all are taken, and
+    /// One for a stream of this prompt and output so far. `None` where the engine chooses by itself: where its slots do not travel, where all are taken, and
     /// as long as it runs what chose none, since nobody knows where that is.
-    pub(crate) fn take(engine: &Arc<Engine>, tokens: &[u32]) -> Option<Self> {
+    pub(crate) fn take(engine: &Arc<Engine>, (prompt, output): (&[u32], &[u32])) -> Option<Self> {
         let count = {
             let facts = engine.facts();
             facts.spec.filter(|_| facts.carries_slots)?.max_running
@@ -84,9 +84,10 @@ impl Slot {
         if engine.lines.busy() as usize > slots.busy() {
             return None;
         }
-        let number = slots.take(count as usize, tokens)? as u32;
+        let tokens = [prompt, output].concat();
+        let number = slots.take(count as usize, &tokens)? as u32;
         drop(slots);
-        Some(Self { engine: engine.clone(), number, tokens: tokens.to_vec() })
+        Some(Self { engine: engine.clone(), number, tokens })
     }
 
     pub(crate) fn extend(&mut self, tokens: &[u32]) {

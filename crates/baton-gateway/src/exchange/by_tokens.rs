@@ -201,7 +201,7 @@ impl Exchange {
         let takes_priority = reserved::takes_priority(kind, engine.config.priorities);
         let so_far = (self.admitted.chain.prompt(), &rest.output[..]);
         let carried = self.leaving.as_mut().and_then(|leaving| leaving.target.take());
-        let slot = carried.or_else(|| Slot::take(&engine, &[so_far.0, so_far.1].concat()));
+        let slot = carried.or_else(|| Slot::take(&engine, so_far));
         let number = slot.as_ref().map(|slot| slot.number);
         let mut request = self.admitted.intake.tokens_body(api, (kind, takes_priority), &live.model, so_far, (rest.max_tokens, number));
         let length = request.iter().map(Bytes::len).sum();

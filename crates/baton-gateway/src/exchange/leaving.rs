@@ -129,8 +129,8 @@ impl Exchange {
     pub(super) fn carry_slot(&mut self, replica: ReplicaId) -> bool {
         let Some(leaving) = &mut self.leaving else { return false };
         let (Some(from), Some(engine)) = (leaving.slot.take(), self.fleet.engine(replica)) else { return false };
-        let so_far = [self.admitted.chain.prompt(), self.rest.as_ref().map_or(&[][..], |rest| rest.output())].concat();
-        let Some(to) = Slot::take(&engine, &so_far) else { return false };
+        let so_far = (self.admitted.chain.prompt(), self.rest.as_ref().map_or(&[][..], |rest| rest.output()));
+        let Some(to) = Slot::take(&engine, so_far) else { return false };
         let fleet: Arc<Fleet> = self.fleet.clone();
         leaving.carrying = Some(Box::pin(async move {
             match slots::carry(&fleet.upstream, &from, &to).await {
