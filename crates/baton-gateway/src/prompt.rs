@@ -18,6 +18,8 @@ use crate::{
 
 /// Prompts above this many bytes are tokenized off the threads that carry streams: HF tokenizers take about 1 ms for 4 KiB.
 const INLINE_BYTES_MAX: usize = 8 << 10;
+/// The same where bytes are counted and words are not looked up.
+const INLINE_COUNTED_BYTES_MAX: usize = 256 << 10;
 
 /// The model part of every key domain. One constant serves several models, since a replica's KV is of its own model only and a request
 /// is never quoted by replicas of another one.
@@ -66,7 +68,8 @@ impl Tokenization {
     pub(crate) async fn tokenize(&self, source: &PromptSource, domain: u64) -> Tokenized {
         let parts = self.parts(source, domain);
         let new_bytes = parts.as_ref().map_or_else(|| source.bytes(), |parts| parts.new_bytes);
-        if new_bytes <= INLINE_BYTES_MAX {
+        let has_words = self.text.as_ref().is_some_and(|text| text.has_words());
+        if new_bytes <= if has_words { INLINE_BYTES_MAX } else { INLINE_COUNTED_BYTES_MAX } {
             return self.tokenize_now(source, parts, domain);
         }
         let (tokenization, source) = (self.clone(), source.clone());

@@ -66,6 +66,11 @@ impl Tokenizer {
         }
     }
 
+    /// Whether text is looked up in a vocabulary, which takes time, and not cut after every four bytes.
+    pub fn has_words(&self) -> bool {
+        self.encoder.is_some()
+    }
+
     fn from_parts(parts: Parts) -> Self {
         Self {
             encoder: Some(parts.encoder),
