@@ -1,16 +1,18 @@
 //! One request on its way: the shell around [`Session`]. It carries facts from engine, client and clock into the machine and does
 //! what the machine says; it decides nothing by itself.
 
+mod books;
 mod by_tokens;
 mod carried;
 mod copy;
 mod lag;
 mod leaving;
 mod outlet;
+mod placing;
 mod record;
+mod wire;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
     convert::Infallible,
     future::poll_fn,
     pin::Pin,
@@ -21,13 +23,10 @@ use std::{
 
 use axum::body::Body;
 use baton_kv::BlockKey;
-use baton_policy::{Arrival, Outcome, Placed, Slo, Verdict};
-use baton_session::{Action, Answer, End, Epoch, Fault, Input, Limits, Offer, Owner, Session, SessionConfig};
-use baton_units::{DurationMs, ReplicaId, Time, Tokens};
-use baton_wire::{
-    openai::Usage,
-    sse::{self, Event},
-};
+use baton_policy::Verdict;
+use baton_session::{Action, Answer, End, Epoch, Fault, Input, Limits, Owner, Session, SessionConfig};
+use baton_units::{ReplicaId, Time, Tokens};
+use baton_wire::{openai::Usage, sse};
 use bytes::Bytes;
 use http::{HeaderValue, Response, StatusCode, header};
 use http_body::Frame;
@@ -42,27 +41,23 @@ use self::{
     lag::Lag,
     leaving::{Carried, Leaving},
     outlet::{Outlet, stream_response},
-    record::Record,
+    wire::Wire,
 };
 use crate::{
-    assemble::Assembler,
     carry::RunEvent,
-    chunk::{Chunk, ClientView, Reading, with_cached_at_most},
+    chunk::ClientView,
     engine::Engine,
-    fleet::{Booked, Fleet, Placing, REPLICA_HEADER, Stage},
-    intake::{Intake, Mode},
-    line::Head,
+    fleet::{Booked, Fleet, REPLICA_HEADER, Stage},
+    intake::Intake,
     live::{Live, LiveState},
-    plain::{Plain, Shape},
     prompt::KeyChain,
     pulse::Listener,
     refusal::Refusal,
-    reserved,
     tenants::{Grant, Padding},
-    upstream::{Arrived, Attempt, Expect},
+    upstream::Arrived,
 };
 
-pub(crate) use self::leaving::LeaveOrder;
+pub(crate) use self::{leaving::LeaveOrder, placing::refusal_of};
 
 /// A busy replica gets its time for a first token this often again; a request that it has lost ends then.
 const EXTENSIONS_MAX: u32 = 9;
@@ -185,22 +180,6 @@ enum Way {
 
 /// Tells that an engine was found dead, as after a host went away without a word.
 type Death = Pin<Box<dyn Future<Output = ()> + Send>>;
-
-/// A request at an OpenAI server.
-struct Wire {
-    attempt: Attempt,
-    assembler: Option<Assembler>,
-    /// Next output index of each choice, as this engine counts.
-    next: BTreeMap<u32, u32>,
-    /// Choices that have their end.
-    finished: BTreeSet<u32>,
-    /// Of the last plain event.
-    shape: Option<Shape>,
-    /// `None` where it may not have to be gone on with.
-    record: Option<Record>,
-    /// `None` where the answer comes whole: an engine that shows no progress may only be slow to answer probes.
-    death: Option<Death>,
-}
 
 /// What happened.
 enum Wake {
@@ -518,105 +497,6 @@ impl Exchange {
         }
     }
 
-    fn place(&mut self, excluded: Vec<ReplicaId>) {
-        let arrival = if let Some(rest) = &self.rest {
-            let cannot = self.cannot_resume(rest);
-            self.tell_output();
-            let prompt = Tokens(self.admitted.live.prompt.0 + self.session.delivered(0));
-            // One that leaves has said where it goes.
-            let to = self.leaving.as_ref().map(Leaving::to);
-            let all = to.map(|_| self.fleet.engines()).unwrap_or_default();
-            let others = all.into_iter().map(|engine| engine.id).filter(|id| Some(*id) != to);
-            self.arrival(prompt, excluded.into_iter().chain(cannot).chain(others).collect())
-        } else {
-            self.admitted.chain.forget_output();
-            self.untold = 0;
-            self.arrival(self.admitted.live.prompt, excluded)
-        };
-        match self.fleet.place(arrival) {
-            Placing::Now(verdict) => self.decided(verdict),
-            Placing::Later(told) => {
-                self.held_since = Some(self.fleet.clock.now());
-                self.verdict = Some(told);
-            }
-        }
-    }
-
-    /// The request as the router sees it, with `prompt` tokens to begin with; not for replicas that are `excluded` or lack its model.
-    fn arrival(&self, prompt: Tokens, mut excluded: Vec<ReplicaId>) -> Arrival {
-        let Admitted { intake, live, chain, excluded: lacking, .. } = &self.admitted;
-        live.set(LiveState::Held, None);
-        excluded.extend_from_slice(lacking);
-        Arrival {
-            request: live.id,
-            keys: chain.keys(),
-            prompt,
-            max_output: intake.max_output,
-            session: intake.identity.session,
-            program: intake.identity.program,
-            share: intake.share,
-            priority: intake.identity.priority,
-            // Of one that goes on, the first token was long ago.
-            slo: Slo { ttft: intake.slo.ttft.filter(|_| self.rest.is_none() && !self.is_carried()), ..intake.slo },
-            excluded,
-        }
-    }
-
-    fn decided(&mut self, verdict: Verdict) {
-        let now = self.fleet.clock.now();
-        match verdict {
-            Verdict::Run(Placed { replica, copy, fetch }) => {
-                if let Some(copy) = copy {
-                    copy::send(&self.fleet, &self.admitted, replica, copy);
-                }
-                if self.carry_slot(replica) {
-                    return;
-                }
-                match fetch.map(|fetch| copy::fetch(&self.fleet, &self.admitted, replica, fetch)) {
-                    None => self.placed(replica),
-                    Some(Some(fetching)) => self.fetching = Some(fetching),
-                    Some(None) => self.fetched(replica, false),
-                }
-            }
-            Verdict::Hold => {}
-            Verdict::Refuse(_) if self.stays_after_all() => self.place(Vec::new()),
-            Verdict::Refuse(refusal) => {
-                self.refusal = Some(refusal_of(&refusal, self.fleet.retry_after()));
-                self.session.handle(Input::Refused, now);
-            }
-        }
-    }
-
-    /// What was to be brought to the replica is there, or is not waited for.
-    fn fetched(&mut self, replica: ReplicaId, arrived: bool) {
-        self.fetching = None;
-        let request = self.admitted.live.id;
-        self.fleet.with_router(|router, now| router.fetched(request, arrived, now));
-        self.placed(replica);
-    }
-
-    fn placed(&mut self, replica: ReplicaId) {
-        let first_token_within = self.first_token_within(Some(replica));
-        self.session.handle(Input::Placed { replica, first_token_within }, self.fleet.clock.now());
-    }
-
-    /// How long the replica may take for its first token before it is taken for hung.
-    fn first_token_within(&self, replica: Option<ReplicaId>) -> Duration {
-        let front = self.fleet.front();
-        let engine = replica.and_then(|id| self.fleet.engine(id));
-        let Some(engine) = engine.filter(|engine| self.admitted.intake.mode(engine.config.kind, front.assemble) != Mode::Whole) else {
-            // The first token comes with the last: no silence is too long.
-            return front.request_timeout;
-        };
-        // Without another replica there is nothing to be had by giving this one up.
-        let known = engine.pulse.first_token_patience().filter(|_| self.fleet.ready_replicas() > 1);
-        let least = known.map_or(front.first_token_timeout, |known| known.min(front.first_token_timeout));
-        let decision = self.fleet.peek_router(|router, _| router.decision(self.admitted.live.id));
-        let predicted =
-            decision.map_or(Duration::ZERO, |decision| Duration::from_ms(decision.predicted_ttft_ms * front.first_token_factor));
-        predicted.max(least)
-    }
-
     fn start(&mut self, owner: Owner) {
         let now = self.fleet.clock.now();
         let Some(engine) = self.fleet.engine(owner.replica) else {
@@ -636,29 +516,9 @@ impl Exchange {
         if let Some(rest) = self.rest.take() {
             return self.resume(engine, owner, *rest);
         }
-        if self.carry(&engine, owner) || self.begin_by_tokens(&engine, owner) {
-            return;
+        if !self.carry(&engine, owner) && !self.begin_by_tokens(&engine, owner) {
+            self.ask(engine, owner);
         }
-        let Admitted { intake, live, .. } = &self.admitted;
-        let kind = engine.config.kind;
-        let mode = intake.mode(kind, self.fleet.front().assemble);
-        let takes_priority = reserved::takes_priority(kind, engine.config.priorities);
-        let mut request = intake.upstream_body(kind, takes_priority, &live.model, mode);
-        let length = request.iter().map(Bytes::len).sum();
-        let request_id = self.fleet.upstream_id(live.id, owner.epoch.0);
-        request.push_front(engine.lines.address().head(intake.api.path(), &request_id, live.trace.as_ref(), length));
-        let expect = if mode == Mode::Whole { Expect::Whole } else { Expect::Events };
-        let assembler = (mode == Mode::Assemble)
-            .then(|| Assembler::new(intake.api, intake.wishes, format!("{}{}", intake.api.id_prefix(), live.client_id)));
-        let death = (mode != Mode::Whole).then(|| found_dead(engine.deaths()));
-        let attempt = self.fleet.upstream.start(&engine, request, expect);
-        self.alone = engine.lines.busy() == 1;
-        let record = self.records(&engine).then(Record::default);
-        if record.is_some() {
-            self.hear_orders();
-        }
-        let wire = Wire { attempt, assembler, next: BTreeMap::new(), finished: BTreeSet::new(), shape: None, record, death };
-        self.attempt = Some(Running { engine, epoch: owner.epoch, way: Way::Wire(Box::new(wire)) });
     }
 
     fn answer(&mut self, answer: Answer) {
@@ -688,44 +548,6 @@ impl Exchange {
         self.outlet.respond(response);
     }
 
-    // What the engine says.
-
-    fn wire(&mut self) -> Option<&mut Wire> {
-        match &mut self.attempt.as_mut()?.way {
-            Way::Wire(wire) => Some(wire),
-            Way::Carried(_) | Way::ByTokens(_) => None,
-        }
-    }
-
-    fn arrived(&mut self, arrived: Arrived) {
-        let Some(running) = &self.attempt else { return };
-        let epoch = running.epoch;
-        let outcome = match arrived {
-            Arrived::Event(event) => self.event(&event),
-            Arrived::Answer { head, body } => self.whole(&head, &body),
-            Arrived::End => self.stream_lost(Fault::Truncated),
-            Arrived::Failed(fault) => self.stream_lost(fault),
-        };
-        if let Err(fault) = outcome {
-            self.attempt_failed(epoch, fault);
-        }
-    }
-
-    /// The engine's stream ends without its end.
-    fn stream_lost(&mut self, fault: Fault) -> Result<(), Fault> {
-        if self.ends_as_told() { Ok(()) } else { Err(fault) }
-    }
-
-    /// Ends an answer of which all is told, so that nothing but the stream's end mark can be missing: the client gets one from here. Each
-    /// choice has its end, and usage was told where it is wanted.
-    fn ends_as_told(&mut self) -> bool {
-        let Some(Running { way: Way::Wire(wire), .. }) = &self.attempt else { return false };
-        let intake = &self.admitted.intake;
-        let wants_usage = intake.wishes.usage || wire.assembler.is_some();
-        let is_told = wire.finished.len() as u32 == intake.choices && (self.usage.is_some() || !wants_usage);
-        is_told && self.done().is_ok()
-    }
-
     fn attempt_failed(&mut self, epoch: Epoch, fault: Fault) {
         self.fleet.metrics.fault(fault);
         if !self.ends_before_it_fails() {
@@ -745,310 +567,6 @@ impl Exchange {
         ends
     }
 
-    fn event(&mut self, event: &Event) -> Result<(), Fault> {
-        let by_tokens = matches!(&self.attempt, Some(Running { way: Way::ByTokens(_), .. }));
-        if event.is_done() {
-            return if by_tokens { Err(Fault::Truncated) } else { self.done() };
-        }
-        let Some(data) = &event.data else { return Ok(()) };
-        if by_tokens {
-            return self.tokens_event(data);
-        }
-        if let Some(plain) = self.read_plain(data)
-            && self.is_plain(&plain)
-        {
-            return self.plain(&plain);
-        }
-        match Reading::of(self.admitted.intake.api, data)? {
-            Reading::Chunk(chunk) => self.chunk(*chunk),
-            Reading::Error(error) => {
-                let code = error.map_or(0, |error| error.code);
-                tracing::debug!(code, "the engine reported an error in its stream");
-                Err(Fault::InBand)
-            }
-        }
-    }
-
-    fn read_plain<'a>(&mut self, data: &'a [u8]) -> Option<Plain<'a>> {
-        let api = self.admitted.intake.api;
-        let shape = &mut self.wire()?.shape;
-        shape.as_ref().and_then(|shape| shape.read(data)).or_else(|| {
-            let plain = Plain::read(api, data)?;
-            *shape = Shape::of(&plain);
-            Some(plain)
-        })
-    }
-
-    /// Whether what came before lets the event be passed on as it is.
-    fn is_plain(&mut self, plain: &Plain<'_>) -> bool {
-        let (knows, choices) = (self.view.knows(plain), self.admitted.intake.choices);
-        let assembler = self.wire().and_then(|wire| wire.assembler.as_ref());
-        plain.choice < choices && assembler.map_or(knows, Assembler::has_begun)
-    }
-
-    fn plain(&mut self, plain: &Plain<'_>) -> Result<(), Fault> {
-        let now = self.fleet.clock.now();
-        if !self.offer(plain.choice, plain.count, plain.token_ids(), now) {
-            return Ok(());
-        }
-        if let Some(wire) = self.wire() {
-            if let Some(assembler) = &mut wire.assembler {
-                assembler.push_plain(plain)?;
-            }
-            if let Some(record) = &mut wire.record {
-                record.plain(plain);
-            }
-        }
-        self.output(plain.count, now);
-        if self.admitted.intake.wishes.stream {
-            self.view.write(plain, self.outlet.events());
-        }
-        Ok(())
-    }
-
-    fn chunk(&mut self, mut chunk: Chunk<'_>) -> Result<(), Fault> {
-        if chunk.pieces.iter().any(super::chunk::Piece::is_abort) {
-            return Err(Fault::Aborted);
-        }
-        // The books keep a place for each choice up to the highest.
-        if chunk.pieces.iter().any(|piece| piece.choice >= self.admitted.intake.choices) {
-            return Err(Fault::Garbled);
-        }
-        let now = self.fleet.clock.now();
-        let mut passes = true;
-        for piece in &chunk.pieces {
-            passes &= self.offer(piece.choice, piece.count, piece.token_ids.iter().copied(), now);
-            if piece.finish.is_some()
-                && let Some(running) = &mut self.attempt
-            {
-                self.session.handle(Input::ChoiceFinished { epoch: running.epoch, choice: piece.choice }, now);
-                if let Way::Wire(wire) = &mut running.way {
-                    wire.finished.insert(piece.choice);
-                }
-            }
-        }
-        if !passes || self.attempt.is_none() {
-            return Ok(());
-        }
-        if let Some(usage) = &chunk.usage {
-            self.cached = usage.cached_tokens().map(Tokens);
-            self.usage = Some(usage.clone());
-            if let Some(padding) = &self.admitted.padding {
-                chunk.show_cached(padding.own);
-            }
-        }
-        let api = self.admitted.intake.api;
-        if let Some(wire) = self.wire() {
-            if let Some(assembler) = &mut wire.assembler {
-                assembler.push(&chunk)?;
-            }
-            if let Some(record) = &mut wire.record {
-                record.chunk(api, &chunk);
-            }
-        }
-        let tokens = chunk.pieces.iter().map(|piece| piece.count).sum();
-        if tokens > 0 || chunk.pieces.iter().any(|piece| piece.finish.is_some()) {
-            self.output(tokens, now);
-        } else if let Some(running) = &self.attempt {
-            running.engine.pulse.spoke(now);
-        }
-        if self.admitted.intake.wishes.stream
-            && let Some(event) = self.view.event(chunk)
-        {
-            self.outlet.events().extend_from_slice(&event);
-        }
-        Ok(())
-    }
-
-    /// Counts output of a choice under the attempt's epoch; says whether it may pass.
-    fn offer(&mut self, choice: u32, count: u32, token_ids: impl Iterator<Item = u32>, now: Time) -> bool {
-        let Some(running) = &mut self.attempt else { return false };
-        let next = match &mut running.way {
-            Way::Wire(wire) => &mut wire.next,
-            Way::Carried(carrying) => &mut carrying.next,
-            Way::ByTokens(by_tokens) => &mut by_tokens.next,
-        };
-        let index = next.entry(choice).or_default();
-        let offer = self.session.offer(running.epoch, choice, *index, count, now);
-        *index += count;
-        if choice == 0 && self.admitted.exact {
-            self.admitted.chain.extend(token_ids);
-        }
-        matches!(offer, Offer::Deliver { .. })
-    }
-
-    /// Books output and tells the router of it.
-    fn output(&mut self, tokens: u32, now: Time) {
-        let live = &self.admitted.live;
-        live.add_output(tokens);
-        if let Some(Running { engine, way, .. }) = &self.attempt {
-            engine.pulse.spoke(now);
-            if !self.first_told && tokens > 0 {
-                // One that is carried may have come from elsewhere since it was sent.
-                if !matches!(way, Way::Carried(_)) {
-                    engine.pulse.first_token(now.since(self.sent_at));
-                }
-                engine.succeeded();
-            }
-        }
-        match self.last_token_at {
-            Some(last) => self.fleet.metrics.token_gap(now.since(last)),
-            None => self.fleet.metrics.first_token(now.since(live.arrived)),
-        }
-        if std::mem::replace(&mut self.first_told, true) {
-            self.untold += tokens;
-        } else {
-            if self.first_token_at.is_none() {
-                self.hold_back(now);
-            }
-            self.has_left(now);
-            let live = &self.admitted.live;
-            self.first_token_at.get_or_insert(now);
-            live.set(LiveState::Decode, self.session.owner().map(|owner| owner.replica));
-            let cached = self.cached;
-            self.fleet.with_router(|router, now| {
-                router.first_token(live.id, cached, now);
-                router.output_tokens(live.id, tokens, now);
-            });
-        }
-        self.last_token_at = Some(now);
-    }
-
-    /// The first token is there: all of the answer is to come later by what others' prefixes may have saved of it.
-    fn hold_back(&mut self, now: Time) {
-        let Some(padding) = &self.admitted.padding else { return };
-        let took = now.since(self.admitted.live.arrived);
-        let spec = self.attempt.as_ref().and_then(|running| running.engine.facts().spec);
-        let saved = spec.map_or(Duration::ZERO, |spec| {
-            let price = |hit: Tokens| Duration::from_ms(spec.prefill_ms(self.admitted.live.prompt, hit));
-            let cold = price(padding.own);
-            if let Some(cached) = self.cached {
-                return cold.saturating_sub(price(cached));
-            }
-            // Who tells only at the end what was cached: as much as is believed, and no less than all where the request did not wait.
-            let decision = self.fleet.peek_router(|router, _| router.decision(self.admitted.live.id));
-            let quote = decision.and_then(|decision| decision.quotes.iter().find(|quote| quote.replica == spec.id).cloned());
-            let (hit, wait_ms) = quote.map_or((Tokens::ZERO, 0.0), |quote| (quote.hit_tokens, quote.terms.wait));
-            cold.saturating_sub(price(hit)).max((Duration::from_ms(wait_ms) + cold).saturating_sub(took))
-        });
-        self.lag.set(padding.delay(took, saved));
-    }
-
-    fn tell_output(&mut self) {
-        let tokens = std::mem::take(&mut self.untold);
-        if tokens > 0 {
-            self.fleet.peek_router(|router, now| router.output_tokens(self.admitted.live.id, tokens, now));
-            let (prompt, output) = (self.prompt_tokens(), self.output_tokens());
-            if let Some(grant) = &mut self.admitted.grant {
-                grant.used(prompt + output);
-            }
-        }
-    }
-
-    /// Of the prompt: as the engine counts them, once it has told.
-    fn prompt_tokens(&self) -> u64 {
-        self.usage.as_ref().map_or(self.admitted.live.prompt.0, |usage| usage.prompt_tokens).into()
-    }
-
-    fn output_tokens(&self) -> u64 {
-        self.admitted.live.output().0.into()
-    }
-
-    /// `[DONE]`: the engine says that this is all.
-    fn done(&mut self) -> Result<(), Fault> {
-        let now = self.fleet.clock.now();
-        let choices = self.admitted.intake.choices;
-        let Some(Running { engine, epoch, way: Way::Wire(wire) }) = self.attempt.take() else { return Ok(()) };
-        if engine.config.kind.finishes_every_choice() && (wire.next.len() as u32) < choices {
-            self.attempt = Some(Running { engine, epoch, way: Way::Wire(wire) });
-            return Err(Fault::Truncated);
-        }
-        let Wire { attempt, assembler, .. } = *wire;
-        if let Some(assembler) = assembler {
-            self.answer = Some(json_response(StatusCode::OK, assembler.finish().into()));
-        }
-        self.observe(&engine);
-        attempt.release();
-        self.session.handle(Input::Completed { epoch }, now);
-        Ok(())
-    }
-
-    /// An answer in one piece.
-    fn whole(&mut self, head: &Head, body: &Bytes) -> Result<(), Fault> {
-        let status = head.status;
-        let now = self.fleet.clock.now();
-        let Some(running) = &self.attempt else { return Ok(()) };
-        let epoch = running.epoch;
-        let shown = self.admitted.padding.as_ref().and_then(|padding| with_cached_at_most(body, padding.own));
-        let mut response = json_response(status, shown.unwrap_or_else(|| body.clone()));
-        if let Some(kind) = &head.content_type {
-            response.headers_mut().insert(header::CONTENT_TYPE, kind.clone());
-        }
-        if let Some(span) = head.retry_after {
-            self.fleet.rest(&running.engine, span);
-            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(span.as_secs()));
-        }
-        if status == StatusCode::NOT_FOUND {
-            // It had the model when it was asked last: an adapter, say, that was unloaded since. Others may have it.
-            running.engine.expect_models();
-            self.answer = Some(response);
-            return Err(Fault::Status(status.as_u16()));
-        }
-        if !status.is_success() && !is_clients_fault(status) {
-            if status == StatusCode::TOO_MANY_REQUESTS {
-                self.answer = Some(response);
-            }
-            if !self.fleet.may_retry() {
-                self.session.forbid_retry();
-            }
-            return Err(Fault::Status(status.as_u16()));
-        }
-        self.answer = Some(response);
-        if !status.is_success() {
-            self.attempt = None;
-            self.session.handle(Input::Rejected { epoch }, now);
-            return Ok(());
-        }
-        let engine = running.engine.clone();
-        engine.pulse.spoke(now);
-        engine.succeeded();
-        self.attempt = None;
-        self.usage = serde_json::from_slice::<crate::json::RawObject<'_>>(body).ok().and_then(|answer| answer.read("usage").ok().flatten());
-        self.cached = self.usage.as_ref().and_then(Usage::cached_tokens).map(Tokens);
-        let tokens = self.usage.as_ref().map_or(1, |usage| usage.completion_tokens.max(1));
-        self.session.offer(epoch, 0, 0, tokens, now);
-        self.output(tokens, now);
-        self.alone = false;
-        self.observe(&engine);
-        self.session.handle(Input::ChoiceFinished { epoch, choice: 0 }, now);
-        self.session.handle(Input::Completed { epoch }, now);
-        Ok(())
-    }
-
-    /// What the finished attempt teaches: the engine's speed, where it does not tell it itself.
-    fn observe(&mut self, engine: &Engine) {
-        let Some(usage) = &self.usage else { return };
-        let cached = Tokens(usage.cached_tokens().unwrap_or(0));
-        let prompt = Tokens(usage.prompt_tokens);
-        self.fleet.metrics.tokens(engine.id, prompt, cached, Tokens(usage.completion_tokens));
-        if usage.cached_tokens().is_some() {
-            let decision = self.fleet.peek_router(|router, _| {
-                router.cached_tokens(self.admitted.live.id, cached);
-                router.decision(self.admitted.live.id)
-            });
-            let quote = decision.as_ref().and_then(|decision| decision.quotes.iter().find(|quote| quote.replica == engine.id));
-            if let Some(quote) = quote {
-                self.fleet.metrics.hit_predicted(engine.id, quote.hit_tokens, cached);
-            }
-        }
-        let Some(first_token_at) = self.first_token_at.filter(|_| self.alone && !engine.config.kind.reports_steps()) else { return };
-        let new = prompt.saturating_sub(cached);
-        if new == Tokens::ZERO {
-            return;
-        }
-        engine.observe_prefill(new, cached, first_token_at.since(self.sent_at), first_token_at);
-    }
-
     /// Books the request to its end, once.
     fn close(&mut self) {
         let Some(booked) = self.booked.take() else { return };
@@ -1060,44 +578,6 @@ impl Exchange {
         }
         self.book_end();
         drop(booked);
-    }
-
-    fn book_end(&mut self) {
-        let end = self.end.expect("a session ends with an end");
-        let live = &self.admitted.live;
-        let (outcome, name) = match end {
-            End::Finished => (Outcome::Finished, "finished"),
-            End::Cancelled => (Outcome::Cancelled, "cancelled"),
-            End::Refused => (Outcome::Cancelled, "refused"),
-            End::Rejected => (Outcome::Failed, "rejected"),
-            End::Failed(_) => (Outcome::Failed, "failed"),
-            End::Exhausted(_) => (Outcome::Failed, "exhausted"),
-            End::Drained => (Outcome::Cancelled, "drained"),
-            End::TimedOut(_) => (Outcome::Failed, "timed-out"),
-        };
-        let grown = self.admitted.exact && self.admitted.intake.choices == 1;
-        let keys = (outcome == Outcome::Finished && grown).then(|| self.admitted.chain.keys());
-        if self.admitted.padding.is_some() {
-            self.grown.clone_from(&keys);
-        }
-        self.fleet.finished(live.id, outcome, keys);
-        self.fleet.retire(live.id);
-        if let Some(grant) = self.admitted.grant.take() {
-            // Nothing was computed of a request that no replica had, or that none would do.
-            let is_free = self.last_replica.is_none() || matches!(end, End::Refused | End::Rejected | End::Exhausted(_));
-            grant.end(if is_free { 0 } else { self.prompt_tokens() }, self.output_tokens());
-        }
-        let live = &self.admitted.live;
-        let took = self.fleet.clock.now().since(live.arrived);
-        let route = self.admitted.intake.api.path();
-        self.fleet.metrics.request_ended(route, name, took);
-        let level_is_warn = matches!(end, End::Failed(_) | End::Exhausted(_) | End::TimedOut(_));
-        let replica = self.last_replica.map(|id| id.to_string()).unwrap_or_default();
-        if level_is_warn {
-            tracing::warn!(request = %live.id, x_request_id = live.client_id, trace_id = live.trace_id(), replica, attempts = self.session.attempts(), %end, "request failed");
-        } else {
-            tracing::debug!(request = %live.id, x_request_id = live.client_id, trace_id = live.trace_id(), replica, took_ms = took.as_ms(), outcome = name, "request ended");
-        }
     }
 }
 
@@ -1118,22 +598,6 @@ impl Drop for Exchange {
 fn found_dead(mut deaths: watch::Receiver<u32>) -> Death {
     // The sender is the engine's, which the attempt holds.
     Box::pin(async move { _ = deaths.changed().await })
-}
-
-/// Whether another replica would say the same. A refused key is the gateway's own trouble with this one engine.
-fn is_clients_fault(status: StatusCode) -> bool {
-    let own = [StatusCode::UNAUTHORIZED, StatusCode::FORBIDDEN, StatusCode::REQUEST_TIMEOUT, StatusCode::TOO_MANY_REQUESTS];
-    status.is_client_error() && !own.contains(&status)
-}
-
-/// `back_in`: when a replica may be there again, where there is none.
-pub(crate) fn refusal_of(refusal: &baton_policy::Refusal, back_in: Duration) -> Refusal {
-    match *refusal {
-        baton_policy::Refusal::TooLong { prompt, limit } => Refusal::PromptTooLong { prompt, limit },
-        baton_policy::Refusal::NeverFits { needed, limit, fits } => Refusal::NeverFits { needed, limit, fits },
-        baton_policy::Refusal::NoReplica => Refusal::NoReplica { retry_after: back_in },
-        baton_policy::Refusal::Overloaded { retry_after } => Refusal::Overloaded { retry_after },
-    }
 }
 
 fn json_response(status: StatusCode, body: Bytes) -> Response<Body> {
