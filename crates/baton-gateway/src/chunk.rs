@@ -1,7 +1,7 @@
 //! One event of an engine's stream, understood as far as the gateway needs it: whose output it is, how much, and what a client that
 //! did not ask for everything may see of it.
 
-use std::collections::BTreeSet;
+use std::{borrow::Cow, collections::BTreeSet};
 
 use baton_session::Fault;
 use baton_units::Tokens;
@@ -10,6 +10,7 @@ use baton_wire::{
     sse,
 };
 use bytes::Bytes;
+use memchr::{memchr, memmem};
 use serde_json::{Value, value::RawValue};
 
 use crate::{
@@ -89,6 +90,40 @@ impl<'a> Reading<'a> {
         let usage = object.read("usage").ok().flatten();
         Ok(Self::Chunk(Box::new(Chunk { object, choices, pieces, usage })))
     }
+}
+
+/// Where the ids of a long prompt begin.
+const PROMPT_IDS: &[u8] = br#""prompt_token_ids":["#;
+/// Shorter events are read as fast as they are searched.
+const SEARCHED_BYTES_MIN: usize = 1 << 10;
+
+/// The data of an event with null for the prompt's token ids, as [`ClientView::event`] shows them to clients that did not ask: an engine that is
+/// asked for its output's ids tells the prompt's too, in its first chunk, which is longer than all others together.
+pub(crate) fn without_prompt_ids(data: &[u8]) -> Cow<'_, [u8]> {
+    if data.len() < SEARCHED_BYTES_MIN {
+        return data.into();
+    }
+    let mut kept = Vec::new();
+    let (mut rest, mut at) = (data, 0);
+    while let Some(offset) = memmem::find(&rest[at..], PROMPT_IDS) {
+        let (key, list) = (at + offset, at + offset + PROMPT_IDS.len() - 1);
+        // A quote inside a string has a backslash in front of it, so this one begins a field's name.
+        let is_field = key > 0 && matches!(rest[key - 1], b',' | b'{');
+        let end = memchr(b']', &rest[list..]).map(|length| list + length).filter(|_| is_field);
+        match end.filter(|&end| rest[list + 1..end].iter().all(|byte| matches!(byte, b'0'..=b'9' | b',' | b' '))) {
+            Some(end) => {
+                kept.extend_from_slice(&rest[..list]);
+                kept.extend_from_slice(b"null");
+                (rest, at) = (&rest[end + 1..], 0);
+            }
+            None => at = list,
+        }
+    }
+    if rest.len() == data.len() {
+        return data.into();
+    }
+    kept.extend_from_slice(rest);
+    kept.into()
 }
 
 fn piece(api: Api, choice: &RawObject<'_>) -> Result<Piece, serde_json::Error> {
@@ -215,6 +250,33 @@ mod tests {
         assert_eq!(view(WISHES, Api::Chat, &[asked]), [plain]);
         let all = Wishes { usage: true, continuous_usage: true, token_ids: true, ..WISHES };
         assert_eq!(view(all, Api::Chat, &[asked]), [format!("data: {}\n\n", asked.replace("\"a\"", "\"chatcmpl-x\""))]);
+    }
+
+    #[test]
+    fn ids_of_a_long_prompt_are_left_out_before_the_event_is_read() {
+        let ids: Vec<String> = (0..2_000).map(|id| (id * 7).to_string()).collect();
+        let text = r#"said: \"prompt_token_ids\":[1,2], {\"prompt_token_ids\":[3]}"#;
+        for (ids, separator) in [(&ids[..], ","), (&ids, ", "), (&ids[..400], ",")] {
+            let ids = ids.join(separator);
+            for (api, data) in [
+                (Api::Chat, format!(r#"{{"id":"a","choices":[{{"index":0,"delta":{{"content":"{text}"}}}}],"prompt_token_ids":[{ids}]}}"#)),
+                (
+                    Api::Completions,
+                    format!(
+                        r#"{{"choices":[{{"prompt_token_ids":[{ids}],"index":0,"text":"{text}"}},{{"index":1,"text":"","prompt_token_ids":[{ids}]}}]}}"#
+                    ),
+                ),
+            ] {
+                let short = without_prompt_ids(data.as_bytes());
+                let short = std::str::from_utf8(&short).unwrap();
+                assert!(short.len() < 300 && short.contains(text), "{short}");
+                assert_eq!(view(WISHES, api, &[short]), view(WISHES, api, &[&data]));
+            }
+        }
+        for odd in [r#"["x"]"#, "[1.5]", "[[7]]", "[1,2", "null"] {
+            let odd = format!(r#"{{"a":"{}","prompt_token_ids":{odd}}}"#, "x".repeat(2_000));
+            assert_eq!(without_prompt_ids(odd.as_bytes()), odd.as_bytes());
+        }
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! A request at an engine that speaks the OpenAI API: its stream, passed on event by event or put together, or its answer in one piece.
 
 use std::{
+    borrow::Cow,
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
 };
@@ -14,7 +15,7 @@ use http::{HeaderValue, StatusCode, header};
 use super::{Admitted, Death, Exchange, Running, Way, found_dead, json_response, record::Record};
 use crate::{
     assemble::Assembler,
-    chunk::{Chunk, Piece, Reading, with_cached_at_most},
+    chunk::{Chunk, Piece, Reading, with_cached_at_most, without_prompt_ids},
     engine::Engine,
     intake::Mode,
     json::RawObject,
@@ -107,6 +108,9 @@ impl Exchange {
             return if by_tokens { Err(Fault::Truncated) } else { self.done() };
         }
         let Some(data) = &event.data else { return Ok(()) };
+        // Who is sent tokens is read for its output alone.
+        let shows_ids = self.admitted.intake.wishes.token_ids && !by_tokens;
+        let data = &*if shows_ids { Cow::Borrowed(&**data) } else { without_prompt_ids(data) };
         if by_tokens {
             return self.tokens_event(data);
         }
