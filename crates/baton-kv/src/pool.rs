@@ -53,12 +53,22 @@ pub struct KvPool {
 
 impl KvPool {
     pub fn new(blocks: Blocks, size: BlockSize) -> Self {
+        Self::of(blocks, size, size)
+    }
+
+    /// A pool whose blocks are told apart by one number each, a name, in place of their tokens, for an engine that computes nothing:
+    /// wherever tokens are asked for, names are given, and events tell of blocks of one token.
+    pub fn with_names(blocks: Blocks, size: BlockSize) -> Self {
+        Self::of(blocks, size, BlockSize::ONE)
+    }
+
+    fn of(blocks: Blocks, size: BlockSize, content: BlockSize) -> Self {
         Self {
             size,
             references: vec![0; blocks.0 as usize],
             free: (0..blocks.0).rev().map(BlockId).collect(),
             reclaimable: LruList::new(blocks.0),
-            cache: PrefixCache::new(blocks.0, size),
+            cache: PrefixCache::new(blocks.0, content),
             epoch: 0,
         }
     }
@@ -76,6 +86,11 @@ impl KvPool {
 
     pub fn total(&self) -> Blocks {
         Blocks(self.references.len() as u32)
+    }
+
+    /// Numbers that tell a block's content: its tokens, or its name.
+    pub fn content_size(&self) -> BlockSize {
+        self.cache.size()
     }
 
     /// Blocks that hold nothing.
@@ -116,7 +131,7 @@ impl KvPool {
     /// of the full blocks of `tokens`.
     pub fn find_prefix(&self, domain: &Arc<CacheDomain>, keys: &[BlockKey], tokens: &[u32], limit: Blocks) -> CachedPrefix {
         let mut prefix = CachedPrefix { domain: domain.clone(), blocks: Vec::new(), reclaimable: Blocks::ZERO };
-        let chunks = tokens.chunks_exact(self.size.get() as usize);
+        let chunks = tokens.chunks_exact(self.content_size().get() as usize);
         for (key, tokens) in keys.iter().zip(chunks).take(limit.0 as usize) {
             let parent = Parent::of(domain, prefix.blocks.len(), prefix.blocks.last().copied());
             let Some(block) = self.cache.find(*key, &parent, tokens) else { break };
@@ -188,7 +203,7 @@ impl KvPool {
         if table.epoch != self.epoch {
             return;
         }
-        let size = self.size.get() as usize;
+        let size = self.content_size().get() as usize;
         for index in table.committed as usize..keys.len() {
             let before = index.checked_sub(1).map(|before| table.blocks[before]);
             if before.is_some_and(|before| !self.cache.holds(before)) {

@@ -142,6 +142,7 @@ struct Content {
 /// uses its parent too, blocks are freed from the deepest, and eviction goes in order of freeing.
 #[derive(Debug, Clone)]
 pub(crate) struct PrefixCache {
+    /// Tokens of a block, or 1 where names stand for them.
     size: BlockSize,
     by_key: HashMap<BlockKey, BlockId, BuildHasherDefault<KeyHasher>>,
     contents: Vec<Option<Content>>,
@@ -160,6 +161,10 @@ impl PrefixCache {
             tokens: vec![0; blocks as usize * size.get() as usize],
             events: Some(Vec::new()),
         }
+    }
+
+    pub(crate) fn size(&self) -> BlockSize {
+        self.size
     }
 
     pub(crate) fn holds(&self, block: BlockId) -> bool {

@@ -114,6 +114,7 @@ pub struct BlockSize(NonZeroU32);
 impl BlockSize {
     /// vLLM's default on GPUs.
     pub const DEFAULT: Self = Self(NonZeroU32::new(16).unwrap());
+    pub const ONE: Self = Self(NonZeroU32::MIN);
 
     pub const fn new(tokens: u32) -> Option<Self> {
         match NonZeroU32::new(tokens) {

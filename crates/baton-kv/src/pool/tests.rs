@@ -412,6 +412,32 @@ fn a_colliding_key_never_serves_other_tokens_another_parent_or_another_domain() 
     assert_eq!((pool.reclaimable(), pool.free()), (Blocks(3), Blocks(5)));
 }
 
+/// A name is all of a block's content, whatever its size, and tells what it follows as tokens do.
+#[test]
+fn names_stand_for_the_tokens_of_their_blocks() {
+    let mut pool = KvPool::with_names(Blocks(6), SIZE);
+    let chain = |names: &[u32]| domain(0).keys(names, pool.content_size());
+    let (names, other) = ([7, 8, 9], [7, 1, 9]);
+    let (chains, others) = (chain(&names), chain(&other));
+    let mut table = pool.new_table(domain(0));
+    pool.reserve(&mut table, 0..6, &mut Vec::new()).unwrap();
+    pool.commit(&mut table, &chains[..2], &names);
+    assert_eq!((hit(&pool, 0, &chains, &names), hit(&pool, 0, &others, &other), pool.used()), (2, 1, Blocks(3)));
+    pool.commit(&mut table, &chains, &names);
+    assert_eq!(hit(&pool, 0, &chains, &names), 3);
+    let told: Vec<(Vec<u32>, BlockSize)> = pool
+        .take_events()
+        .into_iter()
+        .filter_map(|event| match event {
+            KvEvent::Stored { tokens, block_size, .. } => Some((tokens, block_size)),
+            KvEvent::Removed { .. } | KvEvent::Cleared => None,
+        })
+        .collect();
+    assert_eq!(told, [(names.to_vec(), BlockSize::ONE)]);
+    pool.release(table);
+    assert_eq!(pool.reclaimable(), Blocks(3));
+}
+
 #[test]
 fn tails_are_evicted_before_heads_and_older_chains_before_newer_ones() {
     let mut pool = KvPool::new(Blocks(6), SIZE);
