@@ -30,6 +30,11 @@ pub(crate) enum Command {
     Price(crate::price::PriceArgs),
     /// Load an OpenAI address and measure latency and prefix hits
     Bench(BenchArgs),
+    /// Answer questions about a fleet without one
+    Sim {
+        #[command(subcommand)]
+        command: crate::sim::SimCommand,
+    },
     /// List the replicas of a running gateway
     Fleet(crate::operate::FleetArgs),
     /// List its requests

@@ -12,6 +12,7 @@ mod operate;
 mod price;
 mod replica;
 mod serve;
+mod sim;
 mod up;
 
 use std::{
@@ -44,6 +45,7 @@ fn main() -> ExitCode {
         Command::Replica(args) => replica::run(&args),
         Command::Price(args) => price::run(&args, &mut io::stdout().lock()),
         Command::Bench(args) => bench::run(&args),
+        Command::Sim { command } => sim::run(&command, &mut io::stdout().lock()),
         Command::Fleet(args) => operate::fleet(&args, &mut io::stdout().lock()),
         Command::Requests(args) => operate::requests(&args, &mut io::stdout().lock()),
         Command::Moves(args) => operate::moves(&args, &mut io::stdout().lock()),

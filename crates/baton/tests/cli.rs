@@ -4,7 +4,7 @@
 
 mod common;
 
-use std::net::TcpListener;
+use std::{io::Write as _, net::TcpListener};
 
 use common::{Server, baton, http, run};
 
@@ -43,7 +43,39 @@ fn mistakes_are_told_in_one_line_with_exit_code_2() {
     check_bad_input(&["bench", "--workload", "agent", "--requests", "3"], "--tasks");
     check_bad_input(&["bench", "--workload", "shared", "--tasks", "3"], "--requests");
     check_bad_input(&["bench", "--tasks", "0"], "--tasks");
+    check_bad_input(&["sim", "cache-curve", "--blocks", "1"], "--trace");
+    check_bad_input(&["sim", "cache-curve", "--trace", "/no/such.jsonl", "--blocks", "1"], "/no/such.jsonl: ");
+    check_bad_input(&["sim", "cache-curve", "--trace", "x", "--blocks", "1,many"], "or inf");
     check_bad_input(&["model", "pull", "--model", "nope"], "smollm2-135m-instruct");
+}
+
+#[test]
+fn a_trace_s_cache_curve_is_printed_for_people_and_for_programs() {
+    let path = std::env::temp_dir().join(format!("baton-trace-{}.jsonl", std::process::id()));
+    let name = path.to_str().unwrap();
+    let curve = |arguments: &[&str]| {
+        let output = run(&[&["sim", "cache-curve", "--trace", name, "--blocks", "1,inf"], arguments].concat());
+        (output.status.code(), String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
+    };
+    let line = |at: u32, names: &str| format!("{{\"timestamp\":{at},\"input_length\":600,\"output_length\":1,\"hash_ids\":[{names}]}}\n");
+    let trace = [line(0, "0,1"), line(5, "0,2")].concat();
+    std::fs::write(&path, &trace).unwrap();
+    let (code, text, stderr) = curve(&[]);
+    assert_eq!((code, stderr.as_str()), (Some(0), ""));
+    assert!(text.contains("2 requests, 3 distinct blocks of 512 tokens") && text.contains("42.7 %"), "{text}");
+    let told: serde_json::Value = serde_json::from_str(&curve(&["--json"]).1).unwrap();
+    assert_eq!(told, serde_json::json!([{ "blocks": 1, "hit_rate": 0.0 }, { "blocks": "inf", "hit_rate": 512.0 / 1200.0 }]));
+    let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+    packed.write_all(trace.as_bytes()).unwrap();
+    std::fs::write(&path, packed.finish().unwrap()).unwrap();
+    assert_eq!(curve(&[]).1, text);
+    std::fs::write(&path, [&trace, "{}\n"].concat()).unwrap();
+    let (code, _, stderr) = curve(&[]);
+    assert!(code == Some(2) && stderr.contains("line 3: missing field"), "{stderr}");
+    std::fs::write(&path, "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,1,1\n").unwrap();
+    let (code, _, stderr) = curve(&[]);
+    assert!(code == Some(2) && stderr.contains("take one that names blocks"), "{stderr}");
+    std::fs::remove_file(&path).unwrap();
 }
 
 #[test]
