@@ -1,8 +1,8 @@
 //! What one cache would have held of a trace's prompts: the bound that routing and memory leave to be had.
 
-use std::sync::Arc;
+use std::{collections::HashSet, sync::Arc};
 
-use baton_kv::{CacheDomain, KeyDomain, KvPool};
+use baton_kv::{BlockKey, CacheDomain, KeyDomain, KvPool};
 use baton_units::{BlockSize, Blocks};
 
 use crate::Trace;
@@ -15,20 +15,23 @@ use crate::Trace;
 /// all of it leaves nothing behind.
 pub fn hit_rate(trace: &Trace, capacity: Option<Blocks>) -> Option<f64> {
     let size = trace.block_size()?;
-    let mut pool = KvPool::with_names(capacity.unwrap_or(Blocks(trace.distinct_blocks())), size).without_events();
     let domain = Arc::new(CacheDomain::new(KeyDomain { model: "", adapter: None, salt: None }));
+    let keys: Vec<Vec<BlockKey>> = trace.requests().iter().map(|request| domain.keys(trace.blocks(request), BlockSize::ONE)).collect();
+    // A name behind another beginning is another block. A cache of all of them evicts nothing, and a larger one is no better.
+    let all = keys.iter().flatten().collect::<HashSet<_>>().len() as u32;
+    let capacity = capacity.map_or(all, |Blocks(blocks)| blocks.min(all));
+    let mut pool = KvPool::with_names(Blocks(capacity), size).without_events();
     let mut found_tokens = 0;
-    for request in trace.requests() {
+    for (request, keys) in trace.requests().iter().zip(&keys) {
         let names = trace.blocks(request);
-        let keys = domain.keys(names, BlockSize::ONE);
-        let found = pool.find_prefix(&domain, &keys, names, Blocks(u32::MAX));
+        let found = pool.find_prefix(&domain, keys, names, Blocks(u32::MAX));
         let known = found.len();
         found_tokens += u64::from(known.to_tokens(size).min(request.prompt).0);
         let mut table = pool.take_prefix(found);
         // Blocks that are cached are not written.
         let new = known.to_tokens(size).0..Blocks(names.len() as u32).to_tokens(size).0;
         if new.is_empty() || pool.reserve(&mut table, new, &mut Vec::new()).is_ok() {
-            pool.commit(&mut table, &keys, names);
+            pool.commit(&mut table, keys, names);
         }
         pool.release(table);
     }
@@ -88,6 +91,13 @@ mod tests {
         // The second prompt's tail goes first, then the first one's.
         assert_eq!(hit_rate(&prompts, Some(Blocks(4))), Some(4.0 / 11.0));
         assert_eq!(hit_rate(&prompts, Some(Blocks(1))), Some(0.0));
+    }
+
+    #[test]
+    fn a_name_behind_another_beginning_is_another_block() {
+        let prompts = trace(&[vec![0, 1], vec![2, 1], vec![0, 1], vec![2, 1]]);
+        assert_eq!((prompts.distinct_blocks(), hit_rate(&prompts, None)), (3, Some(0.5)));
+        assert_eq!(hit_rate(&prompts, Some(Blocks(u32::MAX))), Some(0.5), "no more memory is taken than can be used");
     }
 
     #[test]
