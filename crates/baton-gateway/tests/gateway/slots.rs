@@ -4,7 +4,6 @@ use std::{path::PathBuf, sync::Arc};
 
 use baton_gateway::{EngineConfig, GatewayConfig};
 use baton_text::Tokenizer;
-use http::Method;
 use serde_json::{Value, json};
 
 use crate::support::{Call, EventReader, EventSender, FakeEngine, Front, read_json};
@@ -125,6 +124,9 @@ async fn running(front: &Front) -> String {
     front.get("/baton/v1/requests").await.1["requests"][0]["x_request_id"].as_str().unwrap().to_owned()
 }
 
+/// The last event of a stream at llama.cpp's server.
+const END: &str = "data: {\"content\":\"\",\"tokens\":[],\"stop\":true,\"stop_type\":\"eos\"}\n\n";
+
 async fn rest(mut reader: EventReader) -> String {
     let mut text = String::new();
     while let Some(event) = reader.next().await {
@@ -141,7 +143,7 @@ async fn a_stream_that_is_moved_takes_its_slot_along() {
     let slot = body["id_slot"].as_u64().expect("its slot is known");
     let request = running(&pair.front).await;
     let path = format!("/baton/v1/requests/{request}/migrate");
-    let moved = pair.front.send(Method::POST, &path, &[("content-type", "application/json")], r#"{"to":"r1"}"#);
+    let moved = pair.front.post(&path, r#"{"to":"r1"}"#);
     let engines = async {
         stream.closed().await;
         let save = pair.a.call().await;
@@ -157,7 +159,7 @@ async fn a_stream_that_is_moved_takes_its_slot_along() {
         assert_eq!(sent.last(), Some(&u64::from(id("ther"))));
         let stream = call.stream();
         stream.send(token("e wa")).await;
-        stream.send(r#"data: {"content":"","tokens":[],"stop":true,"stop_type":"eos"}"#.to_owned() + "\n\n").await;
+        stream.send(END.to_owned()).await;
     };
     let (moved, ()) = tokio::join!(moved, engines);
     let moved = read_json(moved).await;
@@ -180,11 +182,7 @@ async fn a_draining_server_is_left_by_its_streams() {
     stream.closed().await;
     act(pair.a.call().await, &pair.folders[0]);
     act(pair.b.call().await, &pair.folders[1]);
-    pair.b
-        .call()
-        .await
-        .play(format!("{}data: {{\"content\":\"\",\"tokens\":[],\"stop\":true,\"stop_type\":\"eos\"}}\n\n", token("e wa")).as_bytes())
-        .await;
+    pair.b.call().await.play([token("e wa"), END.to_owned()].concat().as_bytes()).await;
     assert!(rest(reader).await.ends_with("data: [DONE]\n\n"));
 }
 
@@ -196,13 +194,12 @@ async fn a_build_that_goes_on_otherwise_from_a_slot_moves_by_tokens() {
     assert_eq!(body.get("id_slot"), None, "it may choose by itself");
     let request = running(&pair.front).await;
     let path = format!("/baton/v1/requests/{request}/migrate");
-    let moved = pair.front.send(Method::POST, &path, &[("content-type", "application/json")], r#"{"to":"r1"}"#);
+    let moved = pair.front.post(&path, r#"{"to":"r1"}"#);
     let engines = async {
         stream.closed().await;
         let call = pair.b.call().await;
         assert_eq!(call.path, "/completion", "nothing is carried");
-        call.play(format!("{}data: {{\"content\":\"\",\"tokens\":[],\"stop\":true,\"stop_type\":\"eos\"}}\n\n", token("e wa")).as_bytes())
-            .await;
+        call.play([token("e wa"), END.to_owned()].concat().as_bytes()).await;
     };
     let (moved, ()) = tokio::join!(moved, engines);
     assert_eq!(read_json(moved).await["bytes_sent"], 0);
