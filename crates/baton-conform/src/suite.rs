@@ -201,6 +201,7 @@ impl Suite {
                     if now.kv_blocks_free == before.kv_blocks_free && now.running + now.waiting == 0 {
                         return Ok::<_, crate::Unmet>(());
                     }
+                    // No replica tells by itself that it is empty; the whole is bounded below.
                     tokio::time::sleep(Duration::from_millis(20)).await;
                 }
             };
