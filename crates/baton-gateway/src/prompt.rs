@@ -18,7 +18,7 @@ use crate::{
 
 /// Prompts above this many bytes are tokenized off the threads that carry streams: HF tokenizers take about 1 ms for 4 KiB.
 const INLINE_BYTES_MAX: usize = 8 << 10;
-/// The same where bytes are counted and words are not looked up.
+/// The same where bytes are counted and words are not looked up: a chat of 40 messages takes 0.2 ms with 64 KiB and 0.8 ms with 256 KiB.
 const INLINE_COUNTED_BYTES_MAX: usize = 256 << 10;
 
 /// The model part of every key domain. One constant serves several models, since a replica's KV is of its own model only and a request
